@@ -22,10 +22,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long mutation lint fmt bench clean gpu-wheels gpu-site gpu-test gpu-bench gpu-questions
+.PHONY: help setup demo test test-fast test-long mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-test gpu-bench gpu-questions
 
 help:
-	@echo "make demo | test | test-fast | test-long | mutation | lint | fmt | bench | setup | clean | gpu-wheels | gpu-test | gpu-bench | gpu-questions      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-test | gpu-bench | gpu-questions      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -46,6 +46,10 @@ test-long: $(READY)
 # Do the tests notice when the code is wrong? See tests/mutation/check.py for ARGS.
 mutation: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutation.check $(ARGS)
+
+# Files, lines and imports by room; tests/test_rooms.py holds the limits.
+figures: $(READY)
+	$(BIN)/python tests/rooms.py
 
 # The last line builds the documentation site, where every warning, such as a link that leads nowhere, is an error.
 lint: $(READY)

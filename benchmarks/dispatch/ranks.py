@@ -20,7 +20,7 @@ from benchmarks.shared.loops import submit
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.lab.emulated import sleep_until
 from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.model.topology import Topology

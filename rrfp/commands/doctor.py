@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The CUDA devices and the software that drives them. A version is None where that part is absent."""
+    """CUDA devices and the software that drives them, as far as present."""
 
     #: Torch's version.
     torch: str
@@ -71,7 +71,7 @@ class GpuReport:
         return f"no CUDA device: torch {self.torch} is built for CUDA {self.torch_cuda}, {driver}{variable}"
 
     def lines(self) -> dict[str, str]:
-        """For each device a line by its name; before them one of the versions."""
+        """A line of versions, and one for each device."""
         count = len(self.gpus)
         lines = {
             "cuda": f"{count} device{'s' * (count > 1)}; torch is built for CUDA {self.torch_cuda}, "
@@ -95,7 +95,7 @@ class GpuReport:
 
 
 def gpu_report() -> GpuReport:
-    """Look at the devices of this machine; asking for free memory makes a CUDA context on each."""
+    """Look at the devices; free memory makes a context on each."""
     import torch
 
     driver, driver_cuda = _driver_versions()
@@ -118,7 +118,7 @@ def gpu_report() -> GpuReport:
 
 
 def choices() -> Mapping[str, str]:
-    """For each kind of device, the lane and the transports that a module on it gets by default."""
+    """The default lane and transports of each kind of device."""
     import torch
 
     from rrfp.compute.lanes.stream import StreamLane
@@ -141,7 +141,7 @@ def choices() -> Mapping[str, str]:
 
 
 def sharing_obstacle(device: Device) -> str:
-    """Why no other process can open memory of ``device``; empty if this one can share it."""
+    """Why no other process can open ``device``'s memory, if so."""
     import torch
 
     if device.sharing is None:
@@ -167,7 +167,7 @@ def _nccl_version() -> str | None:
 
 
 def _driver_versions() -> tuple[str | None, str | None]:
-    """The driver's version, and the newest CUDA that it supports; asked of its own libraries, without a context."""
+    """The driver's version, and its newest CUDA, asked without a context."""
     driver = driver_cuda = None
     number = ctypes.c_int()
     text = ctypes.create_string_buffer(_VERSION_LENGTH)
@@ -226,7 +226,7 @@ def _examine(look: Callable[[], str], required: bool) -> Finding:
 
 
 def _add_gpus(findings: dict[str, Finding]) -> GpuReport | None:
-    """Add what concerns accelerators, none of which is required; returns the report if the look itself works."""
+    """Add what concerns accelerators, none required; returns the report."""
     try:
         report = gpu_report()
         lines = report.lines() if report.gpus else {}

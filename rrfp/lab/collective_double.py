@@ -29,25 +29,22 @@ class CollectiveDeadlockError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """A receive was matched with the send of another transfer: its data would be wrong without a word."""
+    """A receive was matched with another transfer's send: its data would be wrong."""
 
 
 @dataclass(eq=False, slots=True)
 class _Kernel:
-    """A send or a receive that was posted.
+    """A send or a receive that was posted."""
 
-    Attributes:
-        end: where.
-        number: of the transfer, as the transport counts; the library would not know it.
-        piece: the bytes.
-        order: of all posts in the network.
-        runs: whether it holds a slot.
-    """
-
+    #: Where.
     end: DoublePipe
+    #: Of the transfer, as the transport counts; the library would not know it.
     number: int
+    #: The bytes.
     piece: Tensor
+    #: Of all posts in the network.
     order: int
+    #: Whether it holds a slot.
     runs: bool = False
 
     def __str__(self) -> str:
@@ -69,17 +66,17 @@ class _Event:
 
 
 class DoubleNetwork:
-    """All devices of a job, in this process.
+    """All devices of a job, in this process."""
 
-    Args:
-        slots: kernels that run on one device at a time.
-        lazy: whether a post blocks the host until the other end posts too.
-
-    Attributes:
-        failure: the error that ended everything, if one did.
-    """
-
-    def __init__(self, slots: int, *, lazy: bool = False) -> None:
+    def __init__(
+        self,
+        # Kernels that run on one device at a time.
+        slots: int,
+        *,
+        # Whether a post blocks the host until the other end posts too.
+        lazy: bool = False,
+    ) -> None:
+        #: The error that ended everything, if one did.
         self.failure: CollectiveDeadlockError | MismatchError | None = None
         self._slots = slots
         self._lazy = lazy
@@ -117,13 +114,13 @@ class DoubleNetwork:
             self._changed.notify_all()
 
     def abort(self, end: DoublePipe) -> None:
-        """Fail what waits at one end. The other end does not notice it."""
+        """Fail what waits at one end; the other end does not notice."""
         with self._changed:
             end.aborted = True
             self._changed.notify_all()
 
     def wait(self, end: DoublePipe, condition: Callable[[], bool]) -> None:
-        """Block a thread of ``end`` until ``condition`` holds; raises the network's failure, or that of an abort."""
+        """Block a thread of ``end`` until ``condition`` holds, or a failure."""
         with self._changed:
             self._changed.wait_for(lambda: condition() or self.failure is not None or end.aborted)
             if self.failure is not None:
@@ -135,11 +132,11 @@ class DoubleNetwork:
         return self._ends[end.edge, not end.is_source]
 
     def _heads(self) -> list[_Kernel]:
-        """The first kernel of each stream that is not complete, in the order of their posts."""
+        """The first incomplete kernel of each stream, in the order of posts."""
         return sorted((end.kernels[0] for end in self._ends.values() if end.kernels), key=lambda kernel: kernel.order)
 
     def _partner(self, kernel: _Kernel) -> _Kernel | None:
-        """The kernel at the other end that it is matched with, if that was posted; both are heads of their streams."""
+        """The posted kernel that it is matched with; both head their streams."""
         other = self._other(kernel.end)
         return other.kernels[0] if other.kernels and other.completed == kernel.end.completed else None
 
@@ -170,7 +167,7 @@ class DoubleNetwork:
         return False
 
     def _find_deadlock(self) -> None:
-        """The largest set of heads and hosts each of which waits for members of the set only."""
+        """The largest set of heads and hosts that wait for each other only."""
         stuck: set[object] = {*self._heads(), *self._blocked}
         while free := {each for each in stuck if not self._waits_within(each, stuck)}:
             stuck -= free
@@ -194,26 +191,22 @@ class DoubleNetwork:
 
 @dataclass(eq=False)
 class DoublePipe:
-    """One end of an edge; see `rrfp.transports.collective.streams.StreamChannel`.
+    """One end of an edge."""
 
-    Attributes:
-        network: which it is a part of.
-        edge: its name.
-        is_source: whether it sends.
-        host: the thread that posts here. Several ends may share one.
-        kernels: those posted and not complete, in order.
-        posts: how many were posted, or are being posted.
-        completed: how many are complete.
-        aborted: whether nothing waits here any more.
-    """
-
+    #: Which it is a part of.
     network: DoubleNetwork
     edge: EdgeName
+    #: Whether it sends.
     is_source: bool
+    #: The thread that posts here. Several ends may share one.
     host: Hashable
+    #: Those posted and not complete, in order.
     kernels: list[_Kernel] = field(default_factory=list)
+    #: How many were posted, or are being posted.
     posts: int = 0
+    #: How many are complete.
     completed: int = 0
+    #: Whether nothing waits here any more.
     aborted: bool = False
 
     def __str__(self) -> str:
@@ -226,26 +219,18 @@ class DoublePipe:
         return self.edge.source if self.is_source else self.edge.target
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """See `Pipe.move`."""
         for tensor in tensors:
             self.network.post(self, number, as_byte_tensor(tensor))
 
     def record(self) -> _Event:
-        """See `Pipe.record`."""
         return _Event(self, self.posts)
 
     def abort(self) -> None:
-        """See `Pipe.abort`."""
         self.network.abort(self)
 
 
 class DoubleBackend:
-    """See `rrfp.transports.carried.wires.Backend`; tensors lie on the CPU.
-
-    Args:
-        network: the job's.
-        rank: this rank.
-    """
+    """The backend of one rank over a `DoubleNetwork`; tensors lie on the CPU."""
 
     name = "double"
 
@@ -254,15 +239,12 @@ class DoubleBackend:
         self._rank = rank
 
     def holds(self, tensor: Tensor) -> bool:
-        """See `Backend.holds`."""
         return tensor.is_cpu
 
     def empty(self, spec: TensorSpec) -> Tensor:
-        """See `Backend.empty`."""
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
 
     def connect(self, edge: EdgeName, store: object, timeout_s: float) -> StreamWire:
-        """See `Backend.connect`."""
         pipe = DoublePipe(self._network, edge, self._rank == edge.source, host=(self._rank, edge))
         self._network.join(pipe, timeout_s)
         return StreamWire(pipe, edge)

@@ -33,7 +33,7 @@ def no_latency(rank: int, peer: int, message: Message) -> float:
 
 
 def table_latency(costs: CostTable) -> Latency:
-    """The latencies of a cost table for outputs, zero for all other messages."""
+    """A cost table's latencies of outputs; zero for other messages."""
     times = message_times(costs)
 
     def latency(rank: int, peer: int, message: Message) -> float:

@@ -4,8 +4,6 @@ Not the Chrome form: that begins each run at 0, rounds to nanoseconds and draws 
 known, while `merge` needs every rank's spans on the common clock and either end of a message.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from dataclasses import astuple

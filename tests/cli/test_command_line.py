@@ -155,7 +155,7 @@ def completions(line: str) -> list[str]:
         ("rrfp sweep --placement ", ["looped", "v"]),
         ("rrfp check hint slot", ["slot-aware", "slot-aware-pyramid"]),
         ("rrfp check transport ", ["inproc", "zmq"]),
-        ("rrfp check lane ", ["thread", "timer", "double", "cuda"]),
+        ("rrfp check lane ", ["thread", "cuda", "timer", "double"]),
     ],
 )
 def test_commands_options_and_names_complete(line: str, some: list[str]) -> None:

@@ -11,8 +11,7 @@ from cli.shell import rrfp, rrfp_process
 
 from rrfp.commands import doctor
 from rrfp.commands.doctor import Gpu, GpuReport, sharing_obstacle
-from rrfp.lab.device_double import DoubleDevice
-from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.lab.device_double import DoubleDevice, DoubleSharing
 
 
 def test_doctor_finds_this_machine_fit() -> None:

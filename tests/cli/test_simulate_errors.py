@@ -14,7 +14,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Task
 from rrfp.schedules import registry
-from rrfp.schedules.generators import Needs
+from rrfp.schedules.registry import Needs
 
 BROKEN_HINT = """
 from rrfp import Hint

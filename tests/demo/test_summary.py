@@ -10,9 +10,8 @@ import pytest
 
 from rrfp.engine.bound import lower_bound
 from rrfp.errors import ConfigError
-from rrfp.lab.demo.methods import METHODS
 from rrfp.lab.demo.report import MethodFigures, Steps
-from rrfp.lab.demo.settings import DemoSettings
+from rrfp.lab.demo.settings import METHODS, DemoSettings
 from rrfp.trace.breakdown import Breakdown
 
 SETTINGS = DemoSettings(out="unused", stages=2, microbatches=3, warm_up=1, steps=3)

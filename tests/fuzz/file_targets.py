@@ -21,11 +21,11 @@ from rrfp.costs import make_costs, read_costs
 from rrfp.costs import to_json as to_json_text
 from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.method_options import _named_or_read_schedule
+from rrfp.lab.commands.trace import RunReport
 from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.sweep.experiment import named_or_read_schedule
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
-from rrfp.lab.traces.report import RunReport
 from rrfp.memory.measured import Largest, Measured, Spent
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
@@ -100,7 +100,7 @@ def _as_csv(tree: Any) -> bytes:
 
 
 def _read_schedule(path: Path) -> object:
-    schedule = _named_or_read_schedule(str(path))
+    schedule = named_or_read_schedule(str(path))
     assert isinstance(schedule, CsvSchedule)
     refused = list[ConfigError]()
     for graph in _GRAPHS:

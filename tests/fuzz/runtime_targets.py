@@ -21,7 +21,7 @@ from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
 from rrfp.host import ProcessIdentity
-from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.lab.device_double import DoubleSharing
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
 from rrfp.runtime import records

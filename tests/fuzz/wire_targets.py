@@ -14,7 +14,7 @@ from fuzz.targets import Decode, Target, join, parts, plain
 
 from rrfp.compute.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError, PeerLostError, TransportError
-from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.lab.device_double import DoubleSharing
 from rrfp.model.tasks import Kind, Mode
 from rrfp.transports import BufferPool
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext

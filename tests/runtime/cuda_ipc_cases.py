@@ -11,8 +11,7 @@ from torch import Tensor
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.lab.device_double import DoubleDevice
-from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.lab.device_double import DoubleDevice, DoubleSharing
 
 STEPS = 2
 

@@ -15,7 +15,7 @@ import rrfp
 from rrfp import StepResult
 from rrfp.compute.split import backward as split_backward
 from rrfp.core.events import Event, Previewed
-from rrfp.hints.priority import ForwardPriority
+from rrfp.hints.priorities import ForwardPriority
 from rrfp.pipeline.blocking import BlockingPipeline
 
 WIDTH = 32

@@ -17,8 +17,8 @@ from torch import Tensor
 from rrfp.compute.devices.base import Device
 from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
-from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports import SharesDeviceMemory
 from rrfp.transports.base import Channel, Message, Transport, TransportContext
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport

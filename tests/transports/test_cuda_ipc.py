@@ -16,7 +16,7 @@ from transports.pulled_ends import Ends, ends, kinds, refusing
 from transports.staged_ends import is_on, on
 
 from rrfp.errors import ConfigError, FrameError
-from rrfp.lab.device_double.device import DoubleSharing
+from rrfp.lab.device_double import DoubleSharing
 from rrfp.testing.transport_checks.pair import (
     assert_same,
     data,

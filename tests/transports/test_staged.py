@@ -11,6 +11,7 @@ import torch
 import transports.makers as makers
 from compute.separate_double import CountingDouble, SeparateDouble, check_races, closing, put
 from torch import Tensor
+from transports.checks import CHECKS
 from transports.on_device import CpuOnlyInproc, over
 from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
@@ -18,9 +19,7 @@ from rrfp.compute.devices.copies import StreamCopies
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double import DoubleEvent
 from rrfp.testing.order import reordered
-from rrfp.testing.transport_checks import Check, PairOptions
-from rrfp.testing.transport_checks.data import check_every_dtype, check_large_tensor, check_memory_layouts
-from rrfp.testing.transport_checks.flow import check_fifo_per_channel
+from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, running, soon, stays_pending
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
@@ -147,14 +146,14 @@ async def test_staged_memory_is_bounded_on_both_sides(make: MakeTransport) -> No
         assert 0 < devices[1].peak <= 2 * size
 
 
-@pytest.mark.parametrize("check", [check_every_dtype, check_memory_layouts, check_large_tensor, check_fifo_per_channel])
+@pytest.mark.parametrize("check", ["every_dtype", "memory_layouts", "large_tensor", "fifo_per_channel"])
 @pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport])
 async def test_copies_whose_events_are_not_waited_for_fail_the_suite(
-    make: MakeTransport, check: Check, monkeypatch: pytest.MonkeyPatch
+    make: MakeTransport, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DoubleEvent, "synchronize", lambda event: None)
     with pytest.raises(AssertionError, match=r"the values differ|a tensor is another's"):
-        await check(over(make, lambda: SeparateDouble(5.0), is_shared=make is InprocTransport))
+        await CHECKS[check](over(make, lambda: SeparateDouble(5.0), is_shared=make is InprocTransport))
 
 
 async def test_over_inproc_device_tensors_do_not_touch_host_memory() -> None:

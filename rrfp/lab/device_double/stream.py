@@ -99,11 +99,7 @@ class DoubleStream(Stream):
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
-        """See :meth:`Stream.issuing`. Threads whose blocks issue on one stream take turns; blocks may be nested.
-
-        Raises:
-            DoubleError: if the device has failed.
-        """
+        """Threads whose blocks issue on one stream take turns; blocks may be nested."""
         self._issuer.enter(self)
         try:
             yield
@@ -111,12 +107,11 @@ class DoubleStream(Stream):
             self._issuer.leave(self)
 
     def make_current(self) -> None:
-        """Issue the rest of the calling thread's block on this stream, as ``torch.cuda.set_stream`` does."""
+        """Issue the rest of this thread's block here, as ``torch.cuda.set_stream``."""
         self._issuer.stray(self)
 
     @property
     def strayed(self) -> bool:
-        """See :attr:`Stream.strayed`."""
         return self.has_strayed
 
     def record(self) -> Event:
@@ -131,29 +126,23 @@ class DoubleStream(Stream):
 
 @dataclass(slots=True, eq=False)
 class StreamBlock:
-    """A block of `Stream.issuing` that a thread is in.
+    """A block of `Stream.issuing` that a thread is in."""
 
-    Attributes:
-        stream: whose block it is.
-        current: where work in the block goes now.
-    """
-
+    #: Whose block it is.
     stream: DoubleStream
+    #: Where work in the block goes now.
     current: DoubleStream
 
 
 @dataclass(slots=True)
 class Issuing:
-    """One thread's part in issuing work.
+    """One thread's part in issuing work."""
 
-    Attributes:
-        watch: sees the operators in its blocks.
-        blocks: those that the thread is in, the innermost last.
-        segment: what the innermost issues; None outside blocks.
-    """
-
+    #: Sees the operators in its blocks.
     watch: Watch
+    #: Those that the thread is in, the innermost last.
     blocks: list[StreamBlock] = field(default_factory=list)
+    #: What the innermost issues; None outside blocks.
     segment: Segment | None = None
 
     @property
@@ -163,20 +152,15 @@ class Issuing:
 
 
 class Issuer:
-    """Issues the work of all streams of one device.
-
-    Args:
-        timeline: runs it.
-        memory: of the device.
-        next_work: the seconds of the next piece of work, and whether it fails.
-        report: takes problems.
-    """
+    """Issues the work of all streams of one device."""
 
     def __init__(
         self,
         timeline: Timeline,
         memory: Memory,
+        # The seconds of the next piece of work, and whether it fails.
         next_work: Callable[[], tuple[float, bool]],
+        # Takes problems.
         report: Callable[[str], None],
     ) -> None:
         self._timeline = timeline
@@ -245,7 +229,6 @@ class Issuer:
             self._wait(stream, event)
 
     def allocate(self, tensor: Tensor, stream: DoubleStream | None) -> None:
-        """See `Memory.allocate`."""
         with self._timeline.changed:
             number = None if stream is None else stream.number
             self._memory.allocate(tensor, number, self._here().segment)
@@ -259,7 +242,7 @@ class Issuer:
 
     @contextmanager
     def _cutting(self, stream: DoubleStream) -> Iterator[None]:
-        """If the calling thread is in a block of ``stream``, the work issued so far comes before what is done here."""
+        """In a block of ``stream``, work issued so far comes before this."""
         here = self._here()
         with self._timeline.changed:
             is_inside = here.stream is stream

@@ -21,7 +21,7 @@ class DoubleError(RuntimeError):
 
 
 class DoubleEvent(Event):
-    """A point in a stream. ``report`` takes problems; ``clock`` is all work that comes before the point."""
+    """A point in a stream; ``clock`` is all work before it."""
 
     def __init__(self, report: Callable[[str], None], clock: Clock) -> None:
         self.clock = clock
@@ -50,7 +50,6 @@ class DoubleEvent(Event):
             raise DoubleError(self.error)
 
     def seconds_since(self, base: Event) -> float:
-        """See :meth:`Event.seconds_since`."""
         assert isinstance(base, DoubleEvent)
         for event in (self, base):
             event.use("asked for its time")
@@ -59,7 +58,6 @@ class DoubleEvent(Event):
         return self.time - base.time
 
     def release(self) -> None:
-        """See :meth:`Event.release`."""
         self.use("released")
         self._is_released = True
 
@@ -71,14 +69,11 @@ class DoubleEvent(Event):
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """The items of a stream that the device has not passed, in order, and when it passed the last one.
+    """The items of a stream that the device has not passed, in order, and when it passed the last one."""
 
-    Attributes:
-        items: work to run, events to reach, events to wait for.
-        at: the time of the last item passed.
-    """
-
+    #: Work to run, events to reach, events to wait for.
     items: deque[tuple[Work, float] | DoubleEvent | Barrier] = field(default_factory=deque)
+    #: The time of the last item passed.
     at: float = -math.inf
 
 
@@ -90,18 +85,16 @@ class Barrier:
 
 
 class Timeline:
-    """Passes the items of all streams at their times.
+    """Passes the items of all streams at their times."""
 
-    Args:
-        on_done: called, under the lock, for each piece of work that the device has run.
-
-    Attributes:
-        changed: the lock of everything that the device's thread and issuing threads share.
-        error: why the device has failed; None as long as it works.
-    """
-
-    def __init__(self, on_done: Callable[[Work], None]) -> None:
+    def __init__(
+        self,
+        # Called, under the lock, for each piece of work that the device has run.
+        on_done: Callable[[Work], None],
+    ) -> None:
+        #: The lock of everything that the device's thread and issuing threads share.
         self.changed = threading.Condition()
+        #: Why the device has failed; None as long as it works.
         self.error: str | None = None
         self._on_done = on_done
         self._busy: set[Queue] = set()
@@ -142,7 +135,7 @@ class Timeline:
                     return
 
     def _pass(self) -> float:
-        """Pass all items whose time has come; returns when the next one's comes."""
+        """Pass all items that are due; returns when the next one is."""
         has_passed, wake = True, math.inf
         while has_passed and self._busy:
             has_passed, wake, now = False, math.inf, time.monotonic()
@@ -157,7 +150,7 @@ class Timeline:
         return wake
 
     def _due(self, queue: Queue) -> float:
-        """When the first item of ``queue`` can be passed; infinite if that is not known yet."""
+        """When the first item of ``queue`` can be passed, if that is known."""
         item = queue.items[0]
         if isinstance(item, DoubleEvent):
             return max(queue.at, item.issued)
@@ -181,7 +174,7 @@ class Timeline:
                 self._on_done(work)
 
     def _break(self, work: Work) -> None:
-        """The device fails: no stream goes on, and no event is reached any more."""
+        """The device fails: no stream goes on, no event is reached."""
         self.error = f"{work.label} failed on the device, as asked for"
         for queue in self._busy:
             for item in queue.items:

@@ -1,7 +1,5 @@
 """Reads the files of `rrfp.trace.chrome`: tasks, waits and messages of every step, to the nanosecond."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -25,12 +23,12 @@ from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitS
 
 
 def is_message(event: dict[str, Any]) -> bool:
-    """Whether ``event`` begins an arrow and has its message's times; files of older versions have none."""
+    """Whether ``event`` begins an arrow with its message's times."""
     return event.get("ph") == "s" and event.get("cat") == "message" and "args" in event
 
 
 def read_message(event: dict[str, Any]) -> tuple[int, MessageSpan]:
-    """The step and the message of an arrow's beginning; its time of sending is not in the file."""
+    """Step and message of an arrow's beginning, without its time of sending."""
     args = event["args"]
     if not isinstance(args, dict):
         raise ValueError(f"args is {reprlib.repr(args)}, must be an object")
@@ -49,7 +47,7 @@ def read_message(event: dict[str, Any]) -> tuple[int, MessageSpan]:
 
 
 def read_clock_error(other_data: Any) -> float:
-    """The most by which one time on two ranks may differ in the file, in seconds; 0 where they share a clock."""
+    """The most seconds by which one time may differ between ranks."""
     clocks = other_data.get("clocks", []) if isinstance(other_data, dict) else []
     if not isinstance(clocks, list):
         raise ValueError(f"otherData.clocks is {reprlib.repr(clocks)}, must be a list")
@@ -93,7 +91,7 @@ class TracedRun:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that were recorded, ascending; a file of one rank has only its own."""
+        """The stages that were recorded, ascending."""
         spans = (spans for step in self.steps for spans in (step.tasks, step.waits))
         return tuple(sorted({span.stage for some in spans for span in some}))
 
@@ -132,7 +130,7 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
 
 
 def _is_ours(event: dict[str, Any]) -> bool:
-    """Whether the reader needs the event; counters, arrows without times and other programs' events are passed over."""
+    """Whether the reader needs the event."""
     if event.get("ph") == "M":
         return event.get("name") == "process_name"
     return is_message(event) or (event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"))
@@ -172,7 +170,7 @@ class _Reader:
         return TracedRun(self._name, count, tuple(self._trace(step) for step in self._steps), graph=self._graph)
 
     def _check_placed(self, count: int) -> None:
-        """Refuse a task on a virtual stage that the graph does not have."""
+        """Refuse a task on a virtual stage that does not exist."""
         for spans in self._tasks.values():
             for span in spans:
                 if span.task.virtual_stage >= count:
@@ -291,7 +289,7 @@ def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
 
 
 def _sizes(value: Any) -> tuple[float, ...]:
-    """Their number is checked beside that of the microbatches, which takes the whole step."""
+    """Their number is checked with the whole step."""
     if not isinstance(value, list):
         raise ValueError(f"args.{SIZES} is {reprlib.repr(value)}, must be a list of numbers, one a microbatch")
     try:

@@ -3,8 +3,6 @@
 The frames are written by hand, with msgpack alone, so that they test the format and not the code that writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,18 +23,15 @@ _MAX_MESSAGE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BadFrame:
-    """A good header with some fields replaced.
+    """A good header with some fields replaced."""
 
-    Attributes:
-        fault: the field that the error must name.
-        changes: replaced header fields, by name.
-        frames: tensor frames; by default the four bytes that the good header announces.
-        raw: the whole header, in place of all fields.
-    """
-
+    #: The field that the error must name.
     fault: str
+    #: Replaced header fields, by name.
     changes: Mapping[str, Any] = field(default_factory=dict)
+    #: Tensor frames; by default the four bytes that the good header announces.
     frames: tuple[bytes, ...] = (b"abcd",)
+    #: The whole header, in place of all fields.
     raw: bytes | None = None
 
     def header(self, run_id: str, sequence: int) -> bytes:

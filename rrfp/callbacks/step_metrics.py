@@ -1,7 +1,5 @@
 """The figures of a step by name: the columns of files, and the tags of TensorBoard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -95,7 +93,7 @@ def _tokens_per_second(event: StepEnded, tokens: Tokens) -> float | None:
 
 
 def checked_tokens(tokens: Tokens) -> Tokens:
-    """``tokens``; a ConfigError unless it is a number above 0, a function or None."""
+    """``tokens``, if it is a number above 0, a function or None."""
     is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool) and 0 < tokens < math.inf
     if tokens is None or callable(tokens) or is_number:
         return tokens

@@ -1,4 +1,4 @@
-"""The alternating hints BF (the paper's Algorithm 1 and default) and FB (section 4)."""
+"""Hints that rank kinds of tasks: in a fixed order, or alternating as in the paper (Algorithm 1, section 4)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ from rrfp.core.hint import View
 from rrfp.core.ready_set import ReadySet
 from rrfp.hints.run_ahead import EncoderAware
 from rrfp.model.tasks import B, F, Kind, Task, W
+
+
+class FixedPriority(EncoderAware):
+    """Chooses the first kind of ``order`` that has a ready task."""
+
+    order: tuple[Kind, Kind, Kind]
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        for kind in self.order:
+            if (task := self.first(kind, ready, view)) is not None:
+                return task
+        return self.last_resort(ready, view)
+
+
+class BackwardPriority(FixedPriority):
+    """B-priority: any ready backward before any forward; weight tasks when neither is ready."""
+
+    order = (Kind.B, Kind.F, Kind.W)
+
+
+class ForwardPriority(FixedPriority):
+    """F-priority: any ready forward before any backward; weight tasks when neither is ready."""
+
+    order = (Kind.F, Kind.B, Kind.W)
 
 
 class Alternating(EncoderAware):
@@ -23,7 +47,6 @@ class BackwardForward(Alternating):
     """
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         if view.last_kind is B:
             return self._pick(ready, view, F, B)
         return self._pick(ready, view, B, F)
@@ -33,7 +56,6 @@ class ForwardBackward(Alternating):
     """FB: after a forward, backwards come first; otherwise, and at the start, forwards do."""
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         if view.last_kind is F:
             return self._pick(ready, view, B, F)
         return self._pick(ready, view, F, B)

@@ -1,4 +1,4 @@
-"""Files with one row a step: the base of `JsonLines` and `Csv`."""
+"""The files of a run: a row for each step (`JsonLines`, `Csv`), and TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import RunEnded, StepEnded
-from rrfp.callbacks.metrics import Metrics, Tokens, checked_tokens, metric_names, metrics
+from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StepEnded
+from rrfp.callbacks.step_metrics import STEP_NAMES, Metrics, Tokens, checked_tokens, metric_names, metrics
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = get_logger(__name__)
 
@@ -34,7 +38,7 @@ class RowFile:
         self._descriptor: int | None = None
 
     def check(self) -> None:
-        """Raise a ConfigError if the file cannot be written, or is another one's."""
+        """Refuse a file that cannot be written, or has other content."""
         if self.path.is_dir() or not self.path.absolute().parent.is_dir():
             raise ConfigError(f"{self.path} must be a file in a folder that exists")
         if not os.access(self.path if self.path.exists() else self.path.absolute().parent, os.W_OK):
@@ -50,11 +54,7 @@ class RowFile:
                 )
 
     def append(self, row: str) -> None:
-        """Write one row.
-
-        Raises:
-            RrfpError: naming the file, if it cannot be written; nothing of the row is in it then.
-        """
+        """Write one row; an RrfpError says that nothing of it is in the file."""
         try:
             if self._descriptor is None:
                 self._descriptor = self._open()
@@ -86,7 +86,7 @@ class RowFile:
         return descriptor
 
     def _whole_bytes(self) -> int:
-        """The bytes of the rows that are whole; a ConfigError if no row of this kind follows them."""
+        """The bytes of whole rows; refuses other content behind them."""
         if not self.path.is_file() or self._is_empty():
             return 0
         with self.path.open("rb") as file:
@@ -108,7 +108,7 @@ class RowFile:
 
 
 class Rows(Callback):
-    """Writes on rank 0; ``file`` says where. A subclass makes the text of a row."""
+    """Writes on rank 0; a subclass makes the text of a row."""
 
     def __init__(self, file: RowFile, tokens: Tokens) -> None:
         self._file = file
@@ -194,3 +194,74 @@ class JsonLines(Rows):
 
 def _is_no_number(value: float | str | None) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+#: What a scalar is not: it says which step it is.
+_KEYS = ("time", "mode", "step", "completed", "microbatches")
+
+
+class TensorBoard(Callback):
+    """Writes the figures of `rrfp.callbacks.metrics` as scalars; on rank 0 only. Needs the extra ``tensorboard``.
+
+    Those of a training step are ``train/loss``, ``train/seconds``, ``train/tokens_per_second`` and, for each stage,
+    ``blocked_input/stage0`` and so on; of an evaluation ``evaluation/loss`` and its seconds and tokens. They lie at
+    `StepEnded.completed`. Steps that a resumed run runs again replace those of the run before.
+
+    Args:
+        folder: of the event files, on rank 0's host; it is made where it does not exist.
+        tokens: as in `JsonLines`.
+
+    Raises:
+        ConfigError: if the package ``tensorboard`` is not installed, or ``tokens`` is impossible.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, tokens: Tokens = None) -> None:
+        try:
+            import torch.utils.tensorboard  # noqa: F401 - slow, but better now than in the middle of a run
+        except ImportError:
+            raise ConfigError(
+                "rrfp.callbacks.TensorBoard needs the package tensorboard: pip install 'rrfp[tensorboard]'"
+            ) from None
+        self._folder = os.fspath(folder)
+        self._tokens = checked_tokens(tokens)
+        self._writer: SummaryWriter | None = None
+
+    def run_begun(self, event: RunBegun) -> None:
+        """See `Callback`."""
+        if event.topology.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=event.step + 1 if event.step else None)
+
+    def step_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
+        self._add(event, "train")
+
+    def evaluation_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
+        self._add(event, "evaluation")
+
+    def aborted(self, event: RunAborted) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def run_ended(self, event: RunEnded) -> None:
+        """See `Callback`."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, event: StepEnded, mode: str) -> None:
+        if self._writer is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=f"{mode}/{name}" if name in STEP_NAMES else name, simple_value=value)
+            for name, value in metrics(event, self._tokens).items()
+            if value is not None and name not in _KEYS and (name in STEP_NAMES or mode == "train")
+        ]
+        # One record for all: `add_scalar` would write one for each, and take ten times as long.
+        writer: Any = self._writer.file_writer
+        writer.add_summary(Summary(value=values), event.completed, walltime=event.time)

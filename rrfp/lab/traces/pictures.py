@@ -1,15 +1,53 @@
-"""How pictures look: the colours and hatches of tasks and idle times, and the sizes that all pictures share.
+"""What all pictures share: their files, whose suffix decides the format; colours, hatches and sizes.
 
 Tasks are plain and idle times light, three of the four with a hatch of their own, so that a picture without colours
-still tells everything apart.
+still tells everything apart. matplotlib (extra ``plot``) is used without pyplot: the caller's backend and open figures
+stay as they are.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rrfp.core.usage import WaitCause
+from rrfp.errors import ConfigError
 from rrfp.model.tasks import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def require_matplotlib(picture: str = "a timeline") -> None:
+    """Refuse to draw without matplotlib, before the work to be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"{picture} needs matplotlib: pip install 'rrfp[plot]'")
+
+
+def picture_format(path: str | os.PathLike[str]) -> str:
+    """The format of a picture with this path: ``"png"``, ``"svg"`` or ``"pdf"``."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        allowed = ", ".join(SUFFIXES)
+        raise ConfigError(f"{os.fspath(path)}: the suffix of a picture is {suffix!r}, must be one of: {allowed}")
+    return suffix.removeprefix(".")
+
+
+def save_picture(path: str | os.PathLike[str], draw: Callable[[], Figure]) -> None:
+    """Draw a picture, once its format is allowed, and write it over an old file."""
+    name = picture_format(path)
+    figure = draw()
+    try:
+        figure.savefig(path, format=name, dpi=figure.dpi)
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+
 
 Colour = tuple[float, float, float]
 
@@ -58,6 +96,7 @@ def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:
 
 
 def contrast(colour: Colour) -> str:
-    """Black or white, whichever reads better on a colour (relative luminance of WCAG, without its gamma's foot)."""
+    """Black or white, whichever reads better on a colour."""
+    # Relative luminance of WCAG, without its gamma's foot.
     red, green, blue = (part**2.2 for part in colour)
     return LIGHT if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else DARK
