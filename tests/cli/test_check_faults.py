@@ -36,7 +36,7 @@ def test_one_run_tells_its_pipeline_its_faults_and_its_ending() -> None:
     result = rrfp(*DOUBLED)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert lines[0] == "seed 241"
+    assert lines[0] == "seed 27"
     assert [line.split(":")[0] for line in lines[1:5]] == ["pipeline", "schedule", "steps", "fault"]
     assert "ending: refused" in lines
     assert "ProtocolError" in lines[-1]
