@@ -19,8 +19,6 @@ class Allowed:
 
 EXCEPTIONS = {
     "rrfp.compute": Allowed("not yet divided", files=18),
-    "rrfp.pipeline": Allowed("not yet divided", in_a_row=10, files=18),
-    "rrfp.runtime": Allowed("not yet divided", in_a_row=7, files=21),
     "rrfp.transports": Allowed("not yet divided", in_a_row=9, files=18),
 }
 

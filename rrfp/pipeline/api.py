@@ -16,11 +16,11 @@ from rrfp.errors import ConfigError, Faults
 from rrfp.model.declared import Graph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.build import Job, RankBuilder
-from rrfp.pipeline.handle import PipelineHandle
+from rrfp.pipeline.faces import PipelineHandle
 from rrfp.pipeline.loop_thread import LoopChoice, check_loop
 from rrfp.pipeline.options import OptionArguments, complete
 from rrfp.pipeline.partition import StagePart, check_modules
-from rrfp.runtime.failed_start import FailedStarts
+from rrfp.runtime.start.failed_start import FailedStarts
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
 from rrfp.transports.secret import Secret, check_security

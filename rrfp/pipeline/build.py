@@ -47,11 +47,11 @@ from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.plugins import name_of
 from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import data_peers, peers
-from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
-from rrfp.runtime.handshake import Handshake, JobSettings, check_agreed
-from rrfp.runtime.plan import StepPlanner
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.start.failed_start import FailedStarts
+from rrfp.runtime.start.handshake import Handshake, JobSettings, check_agreed
+from rrfp.runtime.steps.plan import StepPlanner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret

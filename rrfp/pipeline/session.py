@@ -32,10 +32,10 @@ from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
 from rrfp.runtime.grad_clipping import Clipping, OverflowShare
 from rrfp.runtime.lane_executor import running_here
-from rrfp.runtime.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
+from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
+from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.trace_saver import TraceRequest
 
 T = TypeVar("T")
@@ -380,7 +380,9 @@ class Session:
         measured = [each for runner in self._runners for each in runner.core.measured()]
         if not self._runners and self._loaded is not None:
             measured = list(self._loaded.measured)
-        return self.ranks.state(step, measured)
+        ranks = self.ranks
+        names = () if ranks.model is None else ranks.model.tasks.names
+        return PipelineState.of(ranks.options, ranks.topologies[0], ranks.virtual_stages, step, measured, names)
 
     def _restore(self) -> None:
         if self._loaded is not None:

@@ -19,7 +19,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.runtime.handshake import StartDigests
+from rrfp.runtime.start.handshake import StartDigests
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.spans import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport

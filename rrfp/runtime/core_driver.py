@@ -29,7 +29,7 @@ from rrfp.runtime.context import Coordination, RankContext, RankSettings
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
-from rrfp.runtime.plan import Plan
+from rrfp.runtime.steps.plan import Plan
 from rrfp.transports.base import Channel, Message, MessageKind
 
 

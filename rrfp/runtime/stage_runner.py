@@ -24,11 +24,11 @@ from rrfp.runtime.abort import AbortController, Failure, advice_for, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
-from rrfp.runtime.plan import Plan
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
-from rrfp.runtime.step_report import StepReporter
+from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.result import StepResult
+from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
 from rrfp.transports.base import MessageKind, Transport
 

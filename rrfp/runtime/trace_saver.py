@@ -25,7 +25,7 @@ from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.plan import Plan
+from rrfp.runtime.steps.plan import Plan
 from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.history import TraceHistory
 from rrfp.trace.plain import from_plain, to_plain

@@ -29,12 +29,12 @@ from rrfp.runtime.abort import origin_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import ClosedPeers, RankActivity
 from rrfp.runtime.core_driver import GROUP_KINDS, GroupLink
-from rrfp.runtime.failed_start import FailedStart, FailedStarts
 from rrfp.runtime.grad_clipping import NormShare
-from rrfp.runtime.handshake import Handshake
-from rrfp.runtime.reports import StageReport
 from rrfp.runtime.stall.status import RankStatus
-from rrfp.runtime.step_report import LossShare, WeightShare
+from rrfp.runtime.start.failed_start import FailedStart, FailedStarts
+from rrfp.runtime.start.handshake import Handshake
+from rrfp.runtime.steps.reports import StageReport
+from rrfp.runtime.steps.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan

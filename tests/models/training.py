@@ -11,7 +11,7 @@ from models.case import Case, Microbatch
 from models.catalogue import Configuration, build
 from torch import Tensor, nn
 
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 5, 1.0
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rrfp
 from rrfp.errors import ConfigError, PipelineAborted
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 STAGES = DATA = 2
 WIDTH = 6

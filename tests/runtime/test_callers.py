@@ -18,8 +18,8 @@ from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.plan import StepPlanner
+from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.runtime.steps.plan import StepPlanner
 
 BATCH = data(2)
 

@@ -72,7 +72,7 @@ def test_what_fails_after_ranks_have_compared_their_terms(ranks: Ranks) -> None:
 def test_a_text_of_another_program_is_bounded_and_printable(ranks: Ranks) -> None:
     from rrfp.host import ProcessIdentity
     from rrfp.runtime import records
-    from rrfp.runtime.failed_start import FailedStart
+    from rrfp.runtime.start.failed_start import FailedStart
 
     reason = "\x1b[2J" + "x" * 10_000
     value = records.pack(FailedStart(1, reason, ProcessIdentity("nowhere", 1)))

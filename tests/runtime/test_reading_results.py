@@ -25,9 +25,9 @@ from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Kind, Task
-from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.plan import Plan
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.steps.plan import Plan
 
 __all__ = ["fork_server"]
 

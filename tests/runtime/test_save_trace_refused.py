@@ -14,7 +14,7 @@ from runtime.toys import Bomb, Hold, loss_fn, stages
 
 import rrfp
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.trace_saver import TraceOffer, _refusal
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.hints.pyramid import pyramids
 from rrfp.model.tasks import Kind, Mode
-from rrfp.runtime.plan import StepPlanner, StepRequest
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
 
 
 @pytest.mark.parametrize("hint", ["slot-aware-pyramid", "bfw-pyramid"])

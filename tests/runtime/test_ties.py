@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.split import backward as split_backward
 from rrfp.model.placement import Layout
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.order import reordered
 from rrfp.testing.reference import reference
 from rrfp.transports.inproc import InprocTransport

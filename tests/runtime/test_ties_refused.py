@@ -15,7 +15,7 @@ import rrfp
 from rrfp import Topology
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 
 @pytest.mark.parametrize(

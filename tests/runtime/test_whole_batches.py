@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import Mode
-from rrfp.runtime.plan import StepPlanner, StepRequest
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
 
 
 class Pair(NamedTuple):

@@ -15,7 +15,6 @@ from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
-from rrfp.runtime.handshake import StartDigests
 from rrfp.runtime.messenger import Handler
 from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
@@ -23,6 +22,7 @@ from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.status import RankStatus
 from rrfp.runtime.stall.status_query import StatusQuery
 from rrfp.runtime.stall.watchdog import Watchdog
+from rrfp.runtime.start.handshake import StartDigests
 from rrfp.transports.base import MessageKind
 
 #: A check is late by this part of the limit at most.

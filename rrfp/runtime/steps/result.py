@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rrfp.core.usage import Peaks
 from rrfp.model.tasks import Mode
-from rrfp.runtime.reports import PendingReports, StepFigures
+from rrfp.runtime.steps.reports import PendingReports, StepFigures
 from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace, merge
 

@@ -16,7 +16,7 @@ from rrfp.errors import ConfigError, misspelt
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.visits import Visits
-from rrfp.runtime.whole_batch import WholeBatches, is_batch
+from rrfp.runtime.steps.whole_batch import WholeBatches, is_batch
 
 
 def _named_inputs(inputs: Any, graph: ModelGraph | None) -> dict[str, Any]:

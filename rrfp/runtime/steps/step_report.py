@@ -22,8 +22,8 @@ from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
-from rrfp.runtime.plan import Plan
-from rrfp.runtime.reports import PendingReports, ResourceMeter, StageReport, StepFigures
+from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.reports import PendingReports, ResourceMeter, StageReport, StepFigures
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 

@@ -26,7 +26,7 @@ from rrfp.log import get_logger
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import describe
-from rrfp.runtime.handshake import printable
+from rrfp.runtime.start.handshake import printable
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.secret import Secret, split_voucher, vouch
