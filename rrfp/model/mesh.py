@@ -40,7 +40,7 @@ class MeshPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """See the module's docstring."""
+    """The ranks of a job along named dimensions."""
 
     #: Name and size of each dimension, the slowest first: a rank is the row-major index of its coordinates.
     dims: tuple[tuple[str, int], ...]

@@ -30,7 +30,7 @@ StagePart = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """See the module's docstring."""
+    """How one model is cut, and what orders that forces."""
 
     #: Virtual stages, their placement, and which of them are split.
     graph: TaskGraph

@@ -63,7 +63,7 @@ class Call(Generic[T]):
 
 
 class Session:
-    """See the module. Methods are called on the caller's thread, but those behind "On the loop"."""
+    """One use of a pipeline. Its methods are called on the caller's thread, but those behind "On the loop"."""
 
     def __init__(self, ranks: LocalRanks, thread_name: str | None) -> None:
         self.ranks = ranks

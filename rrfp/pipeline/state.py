@@ -37,7 +37,7 @@ _CONSEQUENCES = {
 
 @dataclass(frozen=True, slots=True)
 class PipelineState:
-    """See the module's docstring."""
+    """The fields of a state, as `rrfp.Pipeline.state_dict` returns them."""
 
     version: int
     #: The number of the next training step: how many were completed since the start of the run.

@@ -193,7 +193,7 @@ class _Arriving:
 
 
 class GradientFinalizer:
-    """See the module's docstring. ``ties`` has the rank's copies of tied parameters, if it may have any."""
+    """Makes the gradients of a rank's virtual stages final, one after the other."""
 
     def __init__(
         self,

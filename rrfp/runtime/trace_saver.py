@@ -53,12 +53,7 @@ class HostClock:
 
 
 async def measure_offset(now: Callable[[], float], ask: Callable[[], Awaitable[float]]) -> ClockOffset:
-    """Measure the offset of this rank's clock.
-
-    Args:
-        now: this rank's clock, in seconds.
-        ask: returns a reading of rank 0's clock, made between the call and the return. All ranks call it equally often.
-    """
+    """Measure how far this rank's clock is from rank 0's, which ``ask`` reads between its call and its return."""
     readings = []
     for _ in range(ROUND_TRIPS):
         before = now()
@@ -70,12 +65,7 @@ async def measure_offset(now: Callable[[], float], ask: Callable[[], Awaitable[f
 
 
 def host_clocks(clocks: Sequence[tuple[str, str]], offsets: Sequence[ClockOffset]) -> list[HostClock]:
-    """The clocks of all ranks, that of rank 0 first.
-
-    Args:
-        clocks: for each rank the identity of its clock, and the name of its host.
-        offsets: as each rank measured its own; the ranks of a host share the best one.
-    """
+    """The clocks of all ranks, that of rank 0 first; ranks that share one share the best of their ``offsets``."""
     ranks_of: dict[str, list[int]] = {}
     for rank, (clock, _) in enumerate(clocks):
         ranks_of.setdefault(clock, []).append(rank)
@@ -177,14 +167,7 @@ class TraceSaver:
         return bool(self._history.traces)
 
     async def save(self, request: TraceRequest) -> str:
-        """Save the traces; every rank calls it.
-
-        Returns:
-            Why nothing was written, the same on all ranks; empty where the file was written.
-
-        Raises:
-            ProtocolError: if a rank sends something else than a trace.
-        """
+        """Save the traces; every rank calls it. Returns why nothing was written, the same on all ranks."""
         offers = await self._share(self._offer(request), "an offer of traces")
         if reason := _refusal(offers):
             return reason

@@ -136,15 +136,10 @@ class StepFigures:
 
 
 class PendingReports:
-    """Made on the runtime's loop, read on any thread.
-
-    ``on_wait`` is called on that loop once a caller waits.
-
-    Attributes:
-        outcome: the reports, or why they never come. Where the loop ends early, the session completes it.
-    """
+    """The reports of a step: made on the runtime's loop, read on any thread."""
 
     def __init__(self, on_wait: Callable[[], None]) -> None:
+        #: The reports, or why they never come. Where the loop ends early, the session completes it.
         self.outcome: Future[StepFigures | Failure] = Future()
         #: Calls ``on_wait``; dropped once the outcome is known, since a kept result must not keep the ranks alive.
         self._announce: Callable[[], object] | None = partial(asyncio.get_running_loop().call_soon_threadsafe, on_wait)

@@ -84,15 +84,7 @@ def part_losses(
     *,
     is_part: bool,
 ) -> dict[str, PartLosses]:
-    """The losses that a rank computes, by part and microbatch, for its share; a skipped loss adds nothing to a mean.
-
-    Args:
-        losses: a part without any is left out.
-        microbatches: M.
-        weights: of the microbatches.
-        reduction: how they combine.
-        is_part: whether the rank's replica has microbatches that count; the combinations are 0 otherwise.
-    """
+    """The losses that a rank computes, by part and microbatch; 0 unless its replica ``is_part`` of the mean."""
     return {
         part: PartLosses(
             own,
@@ -179,12 +171,7 @@ def check_scales(scales: Sequence[float | None], topology: Topology) -> None:
 
 
 def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> None:
-    """Weights that another rank of a replica has do nothing where the losses are computed without them.
-
-    Args:
-        have_weights: by rank, whether it has weights; None on a rank without, where they are of no use.
-        topology: of any rank.
-    """
+    """Refuse weights that a rank of a replica has and the rank with its losses has not."""
     having = {topology.mesh.summand_of(rank): rank for rank, has in enumerate(have_weights) if has}
     for rank, has in enumerate(have_weights) if having else ():
         if has is False and (other := having.get(topology.mesh.summand_of(rank))) is not None:
@@ -195,12 +182,7 @@ def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> No
 
 
 def check_equal_weights(weights: Sequence[Sequence[float]], topology: Topology) -> None:
-    """Losses of several parts are added by microbatch, so a microbatch has one weight.
-
-    Args:
-        weights: by rank, of its microbatches; empty on a rank that computes no losses.
-        topology: of any rank. Replicas have microbatches of their own.
-    """
+    """Refuse weights of a microbatch that differ between the ranks that compute its losses: these are added."""
     first: dict[int, int] = {}
     for rank, own in enumerate(weights):
         if not own or own == weights[other := first.setdefault(topology.mesh.summand_of(rank), rank)]:
