@@ -49,7 +49,7 @@ class Loaded:
 
     Attributes:
         step: training steps completed.
-        extra: this rank's ``extra`` of the save; on another layout that of its replica's first rank.
+        extra: this rank's ``extra`` of the save; on another layout that of the first with its data.
         path: the checkpoint's own folder.
     """
 
@@ -70,9 +70,9 @@ def load(
     """Load the newest complete checkpoint on every rank, on any layout of stages, chunks and replicas.
 
     Parameters, buffers and optimizer state are found by their names in the whole model. Torch's generators of a rank go
-    on where they were, if the layout is the same; buffers that differ between replicas, such as running statistics, if
-    the number of replicas is the same, and otherwise from those of replica 0. Without ``trust_pickles`` nothing in the
-    files is executed.
+    on where they were, if the layout is the same; buffers that differ between data-parallel ranks, such as running
+    statistics, if their number is the same, and otherwise from those of the first. Without ``trust_pickles`` nothing in
+    the files is executed.
 
     Args:
         folder: of the checkpoints of the run.
@@ -103,7 +103,7 @@ def load(
         contents = _open(chosen, trust_pickles, ranks.rank)
         saved: Saved = contents.metadata.state_dict_metadata
         position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
-    places, saved_by = ranks.gather(position), saved_places(saved)
+    places, saved_by = [Place(*each) for each in ranks.gather(position)], saved_places(saved)
     replica = position.replica if replicas_of(places) == replicas_of(saved_by) else None
     with ranks.together(text):
         entries = _wanted(saved, modules, optimizer, replica)
@@ -113,7 +113,7 @@ def load(
     if replica is None and ranks.rank == 0:
         _tell_of_replicas(saved, replicas_of(saved_by), replicas_of(places))
     # Each file once, by one of the ranks.
-    files = sorted(set[str]().union(*ranks.gather(contents.files(entries))))
+    files = sorted(set[str]().union(*ranks.gather(sorted(contents.files(entries)))))
     with _unreadable(chosen), ranks.together(text):
         contents.check(files[ranks.rank :: len(places)])
     with _unreadable(chosen), failures(text, ranks):
@@ -189,7 +189,10 @@ def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers, replica: int 
 def _tell_of_replicas(saved: Saved, theirs: int, ours: int) -> None:
     names = sorted({key.split(".", 2)[2].removeprefix(_MODEL) for key in saved if key.startswith(_REPLICAS)})
     if names:
-        text = "%d buffer(s) differ between the %d replicas of the checkpoint; the %d of this run take replica 0's: %s"
+        text = (
+            "%d buffer(s) differ between the %d data-parallel ranks of the checkpoint; the %d of this run take those "
+            "of rank 0: %s"
+        )
         logger.warning(text, len(names), theirs, ours, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 

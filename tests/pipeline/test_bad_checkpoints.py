@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rrfp import checkpoint
+from rrfp.checkpoint.ranks import Ranks
 from rrfp.errors import ConfigError, RrfpError
 
 SIZE = 16
@@ -232,3 +233,11 @@ def test_what_a_kill_left_while_one_was_deleted_goes_with_the_next(tmp_path: Pat
     (tmp_path / "notes.deleted").mkdir()
     last = checkpoint.save(tmp_path, module, step=2, keep=1)
     assert sorted(tmp_path.iterdir()) == [last, tmp_path / "notes.deleted"]
+
+
+def test_ranks_exchange_plain_data_only() -> None:
+    """A message of another rank, of which gloo does not know who sent it, is never unpickled."""
+    value = {"text": ["a\udcff", 1, 2.5, None, True, b"\x00"]}
+    assert Ranks().gather(value) == [value]
+    with pytest.raises(TypeError):
+        Ranks().gather(object())
