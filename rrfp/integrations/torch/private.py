@@ -158,9 +158,14 @@ def local_shard(tensor: Tensor | None) -> Tensor | None:
     return shard.requires_grad_(tensor.requires_grad)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a nesting."""
+    return list(filter(torch.is_tensor, tree_leaves(value)))
+
+
 def use_here(value: Any) -> None:
     """Keep the memory of the tensors in ``value``, which another stream has filled, until this stream is done."""
-    for tensor in filter(torch.is_tensor, tree_leaves(value)):
+    for tensor in tensors_in(value):
         shard = local_shard(tensor)
         assert shard is not None
         if shard.is_cuda:
