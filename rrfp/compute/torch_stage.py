@@ -411,7 +411,7 @@ class TorchStage(StageProgram):
         _, m, v = task
         if m > self._highest.get(v, -1):
             self._highest[v] = m
-        elif self._carried is not None and self._modes.mode is Mode.TRAIN:
+        elif self._carried is not None:
             return self._carried.watching(task, self._buffers[v])
         return self._state.watching(task)
 
