@@ -195,7 +195,7 @@ class RankBuilder:
         if torch_ranks is not None:
             check_sharded(modules, topologies[0], torch_ranks, partition.text_of)
             warn_of_unreduced(modules, topologies[0], torch_ranks)
-        self._ties = ProcessTies(ties, by_rank, partition.text_of)
+        self._ties = ProcessTies(ties, by_rank, partition.text_of, options["check_replicas"] or 0)
         self._holder = GradientHolder(
             modules,
             None if torch_ranks is None else topologies[0],

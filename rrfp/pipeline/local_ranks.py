@@ -201,7 +201,7 @@ class LocalRanks:
             program.open(plan.step, plan.batch_of(topology.stage))
         if mode is Mode.TRAIN:
             for tied in self._ties:
-                tied.open()
+                tied.open(plan.reduce_gradients)
             for reducer in self._reducers:
                 reducer.open(plan.reduce_gradients)
         for runner in self._runners:  # last, because all of the above may have issued work
