@@ -18,22 +18,96 @@ and a task cannot run twice. So a fork is made cheap instead.
 from __future__ import annotations
 
 import hashlib
+import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from concurrent.futures import _base as futures
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from rrfp import timeouts
 from rrfp.compute.lanes.thread import lane_is_closed
+from rrfp.errors import StageError
 from rrfp.model.tasks import Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Held while the process's generators belong to one task.
-_generators_in_use = threading.Lock()
+#: Where a thread stands that waits in Python for another one, and where such waits begin.
+_WAITS, _WAITERS = threading.__file__, (threading.__file__, queue.__file__, futures.__file__)
+
+
+class _Holder(NamedTuple):
+    """Whose the process's generators are."""
+
+    task: Task
+    #: The identity of its thread.
+    thread: int
+
+
+class _Turns:
+    """The process's generators belong to one task at a time; the others wait for their turns.
+
+    One that would wait for ever fails: where a loss has a thread of its own evaluate a teacher, and waits for it, the
+    teacher's task waits for the loss. The sign of it is a wait for another thread in which the running task stands for
+    `timeouts.OTHER_THREAD_S`, while a task of a step that began *within* its turn waits. A task that computes, sleeps,
+    reads or waits in a collective gives no such sign, nor do steps of pipelines that ran side by side before.
+    """
+
+    def __init__(self) -> None:
+        #: How many turns have begun.
+        self.begun = 0
+        self._lock = threading.Lock()
+        self._holder: _Holder | None = None
+
+    def take(self, task: Task, opened: int) -> None:
+        """Wait for a turn of ``task``, whose step began when ``opened`` turns had begun. A StageError if none comes."""
+        if not self._lock.acquire(blocking=False):
+            self._wait(task, opened)
+        self.begun += 1
+        self._holder = _Holder(task, threading.get_ident())
+
+    def end(self) -> None:
+        """The turn has ended."""
+        self._holder = None
+        self._lock.release()
+
+    def _wait(self, task: Task, opened: int) -> None:
+        seen: FrameType | None = None
+        waited_s, look_s = 0.0, timeouts.OTHER_THREAD_S / 30
+        while not self._lock.acquire(timeout=look_s):
+            holder, turn = self._holder, self.begun
+            if holder is not None and holder.thread == threading.get_ident():
+                raise StageError(_nested(task, holder, ""))
+            frame = None if holder is None or turn > opened else sys._current_frames().get(holder.thread)
+            waited_s = waited_s + look_s if frame is not None and frame is seen else 0.0
+            seen = frame if frame is not None and frame.f_code.co_filename == _WAITS else None
+            if holder is not None and seen is not None and waited_s >= timeouts.OTHER_THREAD_S:
+                raise StageError(_nested(task, holder, f", which has waited for another thread {_place(seen)}"))
+
+
+def _nested(task: Task, holder: _Holder, state: str) -> str:
+    return (
+        f"task {task} cannot have torch's random generators: they belong to task {holder.task} of another pipeline of "
+        f"this process{state}. Modules, loss_fn and hooks cannot call a pipeline of their process, on no thread: call "
+        "it before the step, and pass its result as a target or an input"
+    )
+
+
+def _place(frame: FrameType | None) -> str:
+    """The file and line of the innermost frame that is no part of Python's own waiting."""
+    while frame is not None and frame.f_code.co_filename in _WAITERS:
+        frame = frame.f_back
+    where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"for {timeouts.OTHER_THREAD_S:g} s{where}"
+
+
+_generators = _Turns()
 
 
 def replica_seed(seed: int, replica: int) -> int:
@@ -67,6 +141,8 @@ class RandomForks:
     #: CUDA devices whose generators are forked along with the CPU's. One without an index is the current one of the
     #: thread that forks.
     devices: frozenset[torch.device] = frozenset()
+    #: How many tasks of the process had begun when this was made, at the begin of a step.
+    opened: int = field(default_factory=lambda: _generators.begun)
 
     def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` with the global generators seeded for ``task`` of training step ``step``. Not reentrant."""
@@ -74,7 +150,8 @@ class RandomForks:
         if self.seed is None:
             return function(*args, **kwargs)
         seed = fork_seed(self.seed, step, task)
-        with _generators_in_use:
+        _generators.take(task, self.opened)
+        try:
             generators = [torch.default_generator]
             if self.devices:
                 generators += _cuda_generators(self.devices)
@@ -88,6 +165,8 @@ class RandomForks:
                     # After a failure the caller goes on while the last task still runs: a seed that it has set stays.
                     if generator.initial_seed() == seed or not lane_is_closed():
                         generator.set_state(state)
+        finally:
+            _generators.end()
 
 
 def _cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
