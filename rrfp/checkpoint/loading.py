@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rrfp.checkpoint.files import METADATA, Contents
-from rrfp.checkpoint.folder import latest, note_newest, older
+from rrfp.checkpoint.folder import checked_path, latest, note_newest, older
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -89,13 +89,15 @@ def load(
 
     Raises:
         ConfigError: on all ranks, if the checkpoint lacks a name or has another shape for it, the optimizer is of
-            another class, or the pipeline refuses its state.
+            another class, the pipeline refuses its state, or ``folder`` or ``path`` is no path.
         RrfpError: if a file is damaged, holds what is no plain data, or cannot be read; names the file, the rank, the
             reason and the checkpoint before.
     """
     ranks = Ranks.of_process()
-    note_newest(Path(folder))
-    chosen = latest(folder) if path is None else Path(path)
+    with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
+        note_newest(checked_path(folder, "folder"))
+        given = None if path is None else checked_path(path, "path")
+    chosen = latest(folder) if given is None else given
     if chosen is None:
         return None
     text = f"checkpoint {chosen} cannot be read"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rrfp.checkpoint import plain
 from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
-from rrfp.checkpoint.folder import check_keep, discard, new_path, prune
+from rrfp.checkpoint.folder import check_keep, checked_path, discard, new_path, prune
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -177,6 +177,7 @@ def _prepare(
     """What this rank writes, where, with whom, and how many checkpoints stay."""
     ranks, keep = Ranks.of_process(), arguments.get("keep")
     with ranks.together(f"checkpoint in {folder} cannot be written"):
+        where = checked_path(folder, "folder")
         check_keep(keep)
         _check_known(arguments)
         entries, position = _entries(modules, optimizer, arguments, ranks)
@@ -191,7 +192,7 @@ def _prepare(
     path = None
     with ranks.together(f"checkpoint in {folder} cannot be written"):
         if ranks.rank == 0:
-            path = str(new_path(Path(folder), entries["step"]))
+            path = str(new_path(where, entries["step"]))
     return entries, Path(ranks.from_first(path)), ranks, keep
 
 
