@@ -11,8 +11,8 @@ processes of their own do not. A caller who draws random numbers in another thre
 streams.
 
 Why fork also around tasks that draw nothing? Whether a task draws is known only once it has drawn: a module may begin
-at any microbatch, after ``train()``, in a branch on its data, or where a checkpoint recomputes. torch reports no draw,
-and a task cannot run twice. So a fork is made cheap instead.
+at any microbatch, after ``train()``, in a branch on its data, or where a checkpoint recomputes; and a task cannot run
+twice. So a fork is made cheap instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import _base as futures
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -33,7 +34,10 @@ from torch import nn
 from rrfp import timeouts
 from rrfp.compute.lanes.thread import lane_is_closed
 from rrfp.errors import StageError
+from rrfp.log import get_logger
 from rrfp.model.tasks import Task
+
+logger = get_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,6 +133,32 @@ def devices_of(module: nn.Module) -> frozenset[torch.device]:
     return frozenset(tensor.device for tensor in tensors if tensor.device.type == "cuda")
 
 
+class SeedNotice:
+    """Warns, once a process, that tasks draw numbers which do not follow the seed that the caller has given torch."""
+
+    _has_warned = False
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def open(self) -> Callable[[], None] | None:
+        """A training step begins; returns what to call when a task has drawn. Only the first step is looked at."""
+        self._steps += 1
+        seed = torch.initial_seed()
+        if self._steps > 1 or SeedNotice._has_warned or seed == torch.Generator().initial_seed():
+            return None
+        return partial(self._warn, seed)
+
+    def _warn(self, seed: int) -> None:
+        if not SeedNotice._has_warned:
+            SeedNotice._has_warned = True
+            logger.warning(
+                "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's "
+                "generator, which was seeded with %d: pass seed=None to follow it, or seed= to choose",
+                seed,
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class RandomForks:
     """Forks of torch's global generators, one for each task.
@@ -143,6 +173,8 @@ class RandomForks:
     devices: frozenset[torch.device] = frozenset()
     #: How many tasks of the process had begun when this was made, at the begin of a step.
     opened: int = field(default_factory=lambda: _generators.begun)
+    #: Called after a task that has drawn from a generator.
+    on_draw: Callable[[], None] | None = None
 
     def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` with the global generators seeded for ``task`` of training step ``step``. Not reentrant."""
@@ -159,7 +191,14 @@ class RandomForks:
             try:
                 for generator in generators:
                     generator.manual_seed(seed)
-                return function(*args, **kwargs)
+                if self.on_draw is None:
+                    return function(*args, **kwargs)
+                seeded = [generator.get_state() for generator in generators]
+                result = function(*args, **kwargs)
+                now = [generator.get_state() for generator in generators]
+                if not all(map(torch.equal, seeded, now)):
+                    self.on_draw()
+                return result
             finally:
                 for generator, state in zip(generators, states, strict=True):
                     # After a failure the caller goes on while the last task still runs: a seed that it has set stays.
