@@ -83,10 +83,10 @@ def train_plainly() -> list[list[Step]]:
         losses: list[list[float]] = [[] for _ in range(DATA)]
         for m in range(MICROBATCHES):
             outputs = [towers[1](*towers[0](*batch[m].inputs)) for batch in batches]
-            everyone = [torch.cat([output[part] for output in outputs]) for part in (0, 1)]
+            texts, images = (torch.cat([output[part] for output in outputs]) for part in (0, 1))
             loss = torch.zeros((), dtype=torch.float64)
             for index, output in enumerate(outputs):
-                own = contrast(output, *everyone, index)
+                own = contrast(output, texts, images, index)
                 losses[index].append(own.item())
                 loss = loss + weights[index][m] / total * own
             loss.backward()  # type: ignore[no-untyped-call]
