@@ -17,6 +17,7 @@ twice. So a fork is made cheap instead.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import queue
 import sys
@@ -193,10 +194,9 @@ class RandomForks:
                     generator.manual_seed(seed)
                 if self.on_draw is None:
                     return function(*args, **kwargs)
-                seeded = [generator.get_state() for generator in generators]
+                seeded = _states(generators)
                 result = function(*args, **kwargs)
-                now = [generator.get_state() for generator in generators]
-                if not all(map(torch.equal, seeded, now)):
+                if _states(generators) != seeded:
                     self.on_draw()
                 return result
             finally:
@@ -206,6 +206,12 @@ class RandomForks:
                         generator.set_state(state)
         finally:
             _generators.end()
+
+
+def _states(generators: Iterable[torch.Generator]) -> list[bytes]:
+    """As bytes, without an operator, which would be work of the task on its stream."""
+    states = [generator.get_state() for generator in generators]
+    return [ctypes.string_at(state.data_ptr(), state.nbytes) for state in states]
 
 
 def _cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
