@@ -134,6 +134,10 @@ def devices_of(module: nn.Module) -> frozenset[torch.device]:
     return frozenset(tensor.device for tensor in tensors if tensor.device.type == "cuda")
 
 
+#: A process begins with a random seed of 63 bits, and `torch.seed` draws another; who gives one gives fewer bits.
+_BY_HAND = 1 << 48
+
+
 class SeedNotice:
     """Warns, once a process, that tasks draw numbers which do not follow the seed that the caller has given torch."""
 
@@ -146,7 +150,7 @@ class SeedNotice:
         """A training step begins; returns what to call when a task has drawn. Only the first step is looked at."""
         self._steps += 1
         seed = torch.initial_seed()
-        if self._steps > 1 or SeedNotice._has_warned or seed == torch.Generator().initial_seed():
+        if self._steps > 1 or SeedNotice._has_warned or seed >= _BY_HAND:
             return None
         return partial(self._warn, seed)
 

@@ -107,7 +107,7 @@ SEEDED: dict[str, tuple[int | None, dict[str, Any], float, bool]] = {
     "seeded by hand": (41, {}, 0.25, True),
     "with seed": (41, {"seed": 0}, 0.25, False),
     "followed": (41, {"seed": None}, 0.25, False),
-    "not seeded": (None, {}, 0.25, False),
+    "not seeded": (None, {}, 0.25, False),  # as a process begins
     "nothing drawn": (41, {}, 0.0, False),
 }
 
@@ -123,7 +123,7 @@ def test_one_warning_says_that_random_numbers_do_not_follow_a_seed_of_torch(
         caplog.clear()
         modules = [module if dropout else nn.Sequential(module[0]) for module in stages(2)]  # type: ignore[index]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch.Generator().initial_seed() if seed is None else seed)
+            torch.manual_seed(7691513816082120994 if seed is None else seed)
             for _ in range(2):
                 run_it(modules, **options)
         told = [(record.levelname, record.getMessage()) for record in caplog.records]
