@@ -28,6 +28,10 @@ STALL_AFTER_S = 10.0
 #: need the interpreter's lock for something more urgent.
 GIVE_WAY_S = 0.001
 
+#: A task that waits for another thread for so long, and keeps a task of another pipeline from its turn that was begun
+#: meanwhile, has asked for that pipeline's result itself, and would wait for ever.
+OTHER_THREAD_S = 30.0
+
 # Between two ranks.
 
 #: Consumed bytes are acknowledged after this time at the latest: long beside a task. A sender that waits asks before.
@@ -146,6 +150,7 @@ def _check_order() -> None:
     ladders: tuple[tuple[tuple[str, float], ...], ...] = (
         (("CREDIT_DELAY_S", CREDIT_DELAY_S), ("HEARTBEAT_S", HEARTBEAT_S), ("PATIENCE_S / 3", PATIENCE_S / 3)),
         (("PATIENCE_S", PATIENCE_S), ("CONNECT_S", CONNECT_S), ("TRANSFER_S", TRANSFER_S)),
+        (("STALL_AFTER_S", STALL_AFTER_S), ("OTHER_THREAD_S", OTHER_THREAD_S)),
         (("2 * ANSWER_S", 2 * ANSWER_S), ("NAMED_S", NAMED_S), ("STALL_AFTER_S", STALL_AFTER_S)),
         (("STATUS_PAUSE_S", STATUS_PAUSE_S), ("ANSWER_S", ANSWER_S), ("STATUS_S", STATUS_S)),
         (("BREAK_GRACE_S", BREAK_GRACE_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S), ("ABORTED_S", ABORTED_S)),

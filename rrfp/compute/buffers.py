@@ -68,12 +68,12 @@ class BufferMemory:
         return storage_pointer(tensor) in self._addresses
 
     def versions(self) -> list[tuple[_Key, Tensor, int]]:
-        """Every buffer with torch's count of its writes."""
+        """Every buffer that can carry something from task to task, with torch's count of its writes."""
         return [
             ((part, name), tensor, _version(tensor))
             for part in self._parts
             for name, tensor in part._buffers.items()
-            if tensor is not None
+            if tensor is not None and name not in _made_anew(part)
         ]
 
 

@@ -29,7 +29,7 @@ from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, 
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received, write_counter
-from rrfp.compute.rng import RandomForks, devices_of
+from rrfp.compute.rng import RandomForks, SeedNotice, devices_of
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
 from rrfp.core.ready_set import ForcedOrder
@@ -263,6 +263,7 @@ class TorchStage(StageProgram):
             factor 0.
         feeds: what each virtual stage is called with, where the model has parts; see `rrfp.Graph`.
         carried: warns where forwards out of microbatch order write buffers.
+        seed_notice: warns where tasks draw, and the caller has seeded torch and not the pipeline.
     """
 
     def __init__(
@@ -280,6 +281,7 @@ class TorchStage(StageProgram):
         joined_losses: bool = False,
         feeds: Feeds | None = None,
         carried: CarriedState | None = None,
+        seed_notice: SeedNotice | None = None,
     ) -> None:
         check_placement(modules, graph)
         self._modules = dict(modules)
@@ -300,6 +302,7 @@ class TorchStage(StageProgram):
         self._state = StateWatches(self._units, forced)
         self._buffers = {v: BufferMemory(unit) for v, unit in self._units.items()}
         self._carried = None if forced else carried or CarriedState()
+        self._seed_notice = seed_notice
         self._feeds = Feeds() if feeds is None else feeds
         #: Whose inputs are the caller's alone: the first virtual stage, or parts by name.
         sources = [v for v in self._modules if not graph.predecessors[v]]
@@ -316,7 +319,9 @@ class TorchStage(StageProgram):
         modes = CallerModes.capture(step.mode)
         # On a device's lane that device is current, whichever is in the caller's thread.
         self._modes = replace(modes, cuda_device=None) if self._devices else modes
-        self._forks = RandomForks(self._seed, self._devices.union(*map(devices_of, self._units.values())))
+        devices = self._devices.union(*map(devices_of, self._units.values()))
+        on_draw = self._seed_notice.open() if self._seed_notice is not None and step.mode is Mode.TRAIN else None
+        self._forks = RandomForks(self._seed, devices, on_draw=on_draw)
         self._step, self._batch, self._inputs = step, batch, StageInputs(batch, self._graph, self._feeds)
         self._clear()
         for v, unit in self._units.items():
@@ -411,7 +416,7 @@ class TorchStage(StageProgram):
         _, m, v = task
         if m > self._highest.get(v, -1):
             self._highest[v] = m
-        elif self._carried is not None and self._modes.mode is Mode.TRAIN:
+        elif self._carried is not None:
             return self._carried.watching(task, self._buffers[v])
         return self._state.watching(task)
 

@@ -137,6 +137,10 @@ class Mesh:
         """The index of ``rank`` among its `counterparts`."""
         return self._index(self.coordinates(rank), self._summed)
 
+    def data_rank_of(self, rank: int) -> int:
+        """The index of ``rank`` among those of its stage that have data of their own: over all ``dp`` dims."""
+        return self._index(self.coordinates(rank), [name for name, _ in self.dims if name.startswith(REPLICATED)])
+
     def counterparts(self, rank: int) -> list[int]:
         """The ranks over which the gradients of ``rank`` are summed once a step, itself included."""
         at, summed = self.coordinates(rank), self._summed

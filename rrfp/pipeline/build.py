@@ -28,7 +28,7 @@ from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
 from rrfp.compute.program import StageProgram
-from rrfp.compute.rng import replica_seed
+from rrfp.compute.rng import SeedNotice, replica_seed
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
@@ -109,16 +109,6 @@ def announce(
     method.warn_unless_split()
 
 
-def announce_seed(passed: OptionArguments) -> None:
-    """Log one line where the caller has seeded torch and not the pipeline, whose random numbers do not follow."""
-    if "seed" not in passed and torch.initial_seed() != torch.Generator().initial_seed():
-        logger.info(
-            "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's generator, "
-            "which was seeded with %d: seed=None follows it",
-            torch.initial_seed(),
-        )
-
-
 def _transport_name(options: Options) -> str:
     transport = options.transport
     return transport if isinstance(transport, str) else name_of(transport)
@@ -184,6 +174,8 @@ class RankBuilder:
         self._passed = passed
         torch_ranks = job.torch_ranks
         self._method = DispatchMethod(options)
+        #: Whether all stages are in this process.
+        self._is_alone = torch_ranks is None
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
@@ -195,7 +187,7 @@ class RankBuilder:
         if torch_ranks is not None:
             check_sharded(modules, topologies[0], torch_ranks, partition.text_of)
             warn_of_unreduced(modules, topologies[0], torch_ranks)
-        self._ties = ProcessTies(ties, by_rank, partition.text_of)
+        self._ties = ProcessTies(ties, by_rank, partition.text_of, options.check_replicas or 0)
         self._holder = GradientHolder(
             modules,
             None if torch_ranks is None else topologies[0],
@@ -228,6 +220,7 @@ class RankBuilder:
         if isinstance(part, StageProgram):
             partition.check_program(part)
             return part
+        has_notice = "seed" not in self._passed and (topology.rank == 0 or self._is_alone)
         return TorchStage(
             partition.chunks(part, topology.stage),
             partition.graph,
@@ -241,6 +234,7 @@ class RankBuilder:
             joined_losses=topology.summands > topology.replicas,
             feeds=partition.feeds,
             carried=self._carried,
+            seed_notice=SeedNotice() if has_notice else None,
         )
 
     def _reducer(
@@ -312,8 +306,6 @@ class RankBuilder:
         rank.ties.agree(handshake.ties, options.max_message_bytes)
         if topology.rank == 0:
             announce(options, self._method, graph, topology, rank.device)
-            if isinstance(rank.program, TorchStage):
-                announce_seed(self._passed)
         ties = handshake.ties
         context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
         is_led = options.coordination == "leader"

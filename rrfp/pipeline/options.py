@@ -242,9 +242,9 @@ class Options:
     of replicas."""
 
     check_replicas: Annotated[int | None, _or_none(_integer(least=0), "for never").common()] = 100
-    """In each so many training steps that sum gradients, replicas compare a checksum of each parameter that learns, so
-    that one which an optimizer changed on some replicas only ends the run with its name. 0 or None: never; before the
-    first sum they compare all parameters in any case."""
+    """In each so many training steps that sum gradients, replicas compare a checksum of each parameter that learns, and
+    stages those of the copies of a tie, so that one which an optimizer changed on some of them only ends the run with
+    its name. 0 or None: never; before the first sum all are compared in any case."""
 
     coordination: Annotated[Coordination, _one_of(Coordination).common()] = "leader"
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's

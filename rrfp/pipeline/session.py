@@ -301,7 +301,7 @@ class Session:
         for program, topology in zip(ranks.programs, ranks.topologies, strict=True):
             program.open(plan.step, plan.batch_of(topology.stage))
         for tied in ranks.ties if is_training else ():
-            tied.open()
+            tied.open(plan.reduce_gradients)
         for reducer in ranks.reducers if is_training else ():
             reducer.open(plan.reduce_gradients)
         for runner in self._runners:  # last, because all of the above may have issued work

@@ -104,6 +104,7 @@ class TiedReduction:
             "copy": virtual_stage,
             "layout": gradient.layout,
             "requires_grad": gradient.requires_grad,
+            "checksum": gradient.checksum,
         }
         for index, piece in enumerate(pieces):
             body = {**header, "piece": index, "pieces": len(pieces)}
@@ -143,6 +144,7 @@ class TiedReduction:
                 "copy": int() | None as copy,
                 "layout": int(),
                 "requires_grad": bool(),
+                "checksum": int() | None,
                 "piece": int(),
             }:
                 pass
@@ -189,7 +191,8 @@ class _Arriving:
     def pieces(self) -> Pieces:
         """All of them."""
         ordered = (self._tensors[index] for index in range(len(self._tensors)))
-        return Pieces(self._header["layout"], self._header["requires_grad"], tuple(t for t in ordered if t is not None))
+        tensors = tuple(t for t in ordered if t is not None)
+        return Pieces(self._header["layout"], self._header["requires_grad"], tensors, self._header["checksum"])
 
 
 class GradientFinalizer:

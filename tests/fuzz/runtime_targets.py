@@ -11,11 +11,12 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fuzz.mutations import MSGPACK, pack
+from fuzz.mutations import JSON, MSGPACK, pack, to_json
 from fuzz.targets import Decode, Target, parts, plain
 from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp import Topology
+from rrfp.commands.top import rows, table_of
 from rrfp.compute.gradients.tie_copies import CopySettings, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
@@ -30,9 +31,10 @@ from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import ClosedPeers, RankActivity
 from rrfp.runtime.core_driver import GROUP_KINDS, GroupLink
 from rrfp.runtime.grad_clipping import NormShare
-from rrfp.runtime.stall.status import RankStatus
+from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
 from rrfp.runtime.start.failed_start import FailedStart, FailedStarts
 from rrfp.runtime.start.handshake import Handshake
+from rrfp.runtime.status_socket.report import JobReport
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.runtime.steps.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
@@ -115,7 +117,9 @@ def _a_body(random: Random) -> tuple[str, dict[str, Any]]:
             {"parts": [[1, 1], [0, 2]], "consumed": None},
             {"parts": [[1, 1]], "consumed": 1},
         ),
-        "tie": ({"tie": "a", "copy": None, "layout": 0, "requires_grad": True, "piece": 0, "pieces": 1},),
+        "tie": (
+            {"tie": "a", "copy": None, "layout": 0, "requires_grad": True, "checksum": None, "piece": 0, "pieces": 1},
+        ),
         "report": ({"topic": "step", "number": 1},),
         "result": ({"topic": "step", "number": 1},),
         "probe": ({},),
@@ -209,7 +213,7 @@ def _a_publication(random: Random) -> Any:
     }
     verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))], "read": b"digest"}
     if random.random() < 0.4:
-        verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no"}
+        verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no", "read": b""}
     fields = {"process": 5, "descriptor": 7, "inode": 9, "length": 1 << 20}
     return random.choice(
         (
@@ -266,6 +270,23 @@ class _Unreachable:
         raise OSError("there is none")
 
 
+# What a process reports to `rrfp top`.
+
+
+def _a_report(random: Random) -> Any:
+    answers = tuple(_made(random, RankAnswer) for _ in range(random.randint(1, 3)))
+    survey = JobStatus(random.randrange(len(answers)), answers)
+    return records.to_plain(JobReport(5, "2 stages, hint bf", survey if random.random() < 0.9 else None, "it ended"))
+
+
+def _read_report(case: bytes) -> object:
+    """As the command shows it, twice."""
+    report = JobReport.read(case)
+    if report.survey is None:
+        return report.failure
+    return table_of(report, rows(report.survey, report.survey), 120)
+
+
 # Traces of other ranks.
 
 
@@ -315,5 +336,6 @@ TARGETS: tuple[Target, ...] = (
         open=_messages,
     ),
     Target("publications", _BY_ALL, _a_publication, _as_publication, MSGPACK, plain(_read_publication)),
+    Target("status-lines", (ProtocolError,), _a_report, to_json, JSON, plain(_read_report)),
     Target("traces-of-ranks", (ProtocolError,), _a_trace, _as_traces, MSGPACK, _traces),
 )

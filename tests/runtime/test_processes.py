@@ -64,7 +64,11 @@ def test_ranks_with_different_numbers_of_chunks_are_all_told_both(launch: Any) -
     ranks = launch(4, programs.three_steps, chunks=[2, 2, 2, 1])
     ends = [ranks.end(stage) for stage in range(4)]
     assert {(end.error, end.text) for end in ends} == {
-        ("ConfigError", "chunks is 2 on stage 0 and 1 on stage 3: must be the same on all ranks")
+        (
+            "ConfigError",
+            "chunks is 2 on stage 0 and 1 on stage 3: must be the same on all ranks (values as the rendezvous store "
+            "has them)",
+        )
     }
     assert max(end.at for end in ends) - min(end.at for end in ends) < TOLD_S
     ranks.join(time.monotonic())

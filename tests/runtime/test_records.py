@@ -84,6 +84,15 @@ def test_what_is_no_such_record_is_refused(plain: Any, text: str) -> None:
         unpack(Outer, msgpack.packb(plain), "a test record")
 
 
+def test_an_integer_longer_than_messages_carry_is_refused() -> None:
+    """JSON has them."""
+    for count in (-(2**63) - 1, 2**64, 10**400):
+        with pytest.raises(ProtocolError, match=r"it cannot be read: .* is no integer of 64 bits"):
+            from_plain(Outer, {**PLAIN, "count": count}, "it")
+    for count in (-(2**63), 2**64 - 1):
+        assert from_plain(Outer, {**PLAIN, "count": count}, "it").count == count
+
+
 @pytest.mark.parametrize("depth", range(300, 1020, 40))
 def test_no_depth_of_lists_escapes_as_another_error(depth: int) -> None:
     for start, end in ((b"", b""), (b"", b"more"), (b"\x93\x91", b""), (pack(FULL)[:1] + b"\xa5count", b"")):

@@ -64,6 +64,7 @@ class OneRank:
             "copy": copy,
             "layout": self.layout,
             "requires_grad": True,
+            "checksum": None,
             "piece": index,
             "pieces": 2,
             **other,
@@ -121,6 +122,7 @@ async def test_another_sends_its_own_at_once_and_takes_the_sum() -> None:
     [
         (0, 1, 1, {"tie": 5}, "rank 1 sent gradients of a tie that cannot be read"),
         (0, 1, 1, {"layout": None}, "rank 1 sent gradients of a tie that cannot be read"),
+        (0, 1, 1, {"checksum": "x"}, "rank 1 sent gradients of a tie that cannot be read"),
         (0, 1, 1, {"tie": "other"}, "rank 1 sent gradients of tie 'other' that are not for rank 0"),
         (0, 1, 1, {"tie": "elsewhere"}, "rank 1 sent gradients of tie 'elsewhere' that are not for rank 0"),
         (0, 1, None, {}, "rank 1 sent gradients of tie 'it' that are not for rank 0"),

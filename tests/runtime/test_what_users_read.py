@@ -13,11 +13,13 @@ import pytest
 import torch
 from batches import long
 from runtime.ranks import ThreadedRanks, step, two_steps
-from runtime.toys import Bomb, Ones, Trap, data, fail_at, loss_fn, stages
+from runtime.toys import Bomb, Trap, data, fail_at, loss_fn, stages
+from torch import nn
 from under_torchrun import run
 
 import rrfp
 from rrfp import Topology
+from rrfp.compute.rng import SeedNotice
 from rrfp.errors import PeerLostError, PipelineAborted
 from rrfp.runtime.abort import failure_of
 
@@ -96,27 +98,42 @@ def test_one_line_at_the_start_tells_what_runs(caplog: pytest.LogCaptureFixture)
     assert f"torch {torch.__version__}, Python 3." in line
 
 
-@pytest.mark.parametrize("options", [{}, {"seed": 0}, {"seed": None}])
-@pytest.mark.parametrize("is_seeded", [True, False])
-def test_a_line_at_the_start_says_that_random_numbers_do_not_follow_a_seed_of_torch(
-    options: dict[str, Any], is_seeded: bool, caplog: pytest.LogCaptureFixture
+def local_step(modules: list[nn.Module], **options: Any) -> None:
+    with rrfp.local([*modules], loss_fn=loss_fn, **options).blocking() as pipe:
+        pipe.step(data(2).inputs, data(2).targets)
+
+
+SEEDED: dict[str, tuple[int | None, dict[str, Any], float, bool]] = {
+    "seeded by hand": (41, {}, 0.25, True),
+    "with seed": (41, {"seed": 0}, 0.25, False),
+    "followed": (41, {"seed": None}, 0.25, False),
+    "not seeded": (None, {}, 0.25, False),  # as a process begins
+    "nothing drawn": (41, {}, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("case", SEEDED)
+def test_one_warning_says_that_random_numbers_do_not_follow_a_seed_of_torch(
+    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless ``seed=`` was passed, or the caller has seeded nothing."""
-    caplog.set_level(logging.INFO, "rrfp")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(41 if is_seeded else torch.Generator().initial_seed())
-        ThreadedRanks(stages(2), step, **options).join()
-        with rrfp.local(stages(2), loss_fn=loss_fn, **options).blocking():
-            pass
-        with rrfp.local([Ones()], **options).blocking():  # a program's random numbers are its own
-            pass
-    told = [message for message in caplog.messages if "seed" in message]
-    assert len(told) == 2 * (is_seeded and not options)
-    for line in told:
-        assert line == (
-            "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's generator, "
-            "which was seeded with 41: seed=None follows it"
-        )
+    """Where a task draws some, in the first training step; once, whatever ranks and pipelines the process has."""
+    seed, options, dropout, is_told = SEEDED[case]
+    for run_it in (local_step, lambda modules, **options: ThreadedRanks(modules, step, **options).join()):
+        monkeypatch.setattr(SeedNotice, "_has_warned", False)
+        caplog.clear()
+        modules = [module if dropout else nn.Sequential(module[0]) for module in stages(2)]  # type: ignore[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7691513816082120994 if seed is None else seed)
+            for _ in range(2):
+                run_it(modules, **options)
+        told = [(record.levelname, record.getMessage()) for record in caplog.records]
+        assert told == is_told * [
+            (
+                "WARNING",
+                "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's "
+                "generator, which was seeded with 41: pass seed=None to follow it, or seed= to choose",
+            )
+        ]
 
 
 def test_python_closes_the_loop_of_an_aborted_async_program() -> None:

@@ -12,12 +12,12 @@ This module knows no messages: gradients leave and arrive as pieces of flat memo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from rrfp.compute.gradients.layout import ABSENT, empty_totals, encode, local_part, zeros
+from rrfp.compute.gradients.layout import ABSENT, checksum, empty_totals, encode, local_part, zeros
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.tie_copies import CopySettings, Tie, TiedCopy, Ties, find_copies
 from rrfp.errors import ConfigError, StageError
@@ -37,6 +37,8 @@ class Pieces:
     requires_grad: bool
     #: This rank's part of the gradient, cut into pieces: one-dimensional, on the CPU, read-only.
     tensors: tuple[Tensor, ...] = ()
+    #: The checksum of the copy's values, in a step in which copies are compared.
+    checksum: int | None = None
 
 
 class TiedGradients:
@@ -47,6 +49,7 @@ class TiedGradients:
         shared: the parameters that virtual stages of the process share.
         repeated: receives, once all ranks agree, the parameters whose gradients repeat those of a lower virtual stage.
         text_of: names virtual stages in errors.
+        check_every: in each so many steps that sum gradients the values of the copies are compared; 0: never.
     """
 
     def __init__(
@@ -55,8 +58,13 @@ class TiedGradients:
         shared: SharedGradients,
         repeated: list[nn.Parameter] | None = None,
         text_of: TextOf = numbered,
+        check_every: int = 0,
     ) -> None:
         self._text_of = text_of
+        self._check_every = check_every
+        #: Steps that summed, the current one included; and whether it compares the copies.
+        self._sums = 0
+        self._compares = False
         self.shared = shared
         self._piece_bytes = PIECE_BYTES
         #: The descriptions that ranks compare; filled by `read`.
@@ -98,9 +106,14 @@ class TiedGradients:
                     "before the pipeline and the optimizer are made, or copy values into the parameter"
                 )
 
-    def open(self) -> None:
+    def open(self, reduces: bool = True) -> None:
         """Prepare for a training step: totals that the first copies keep become zeros elsewhere."""
         empty_totals(self._totals)
+        self._sums += reduces
+        # Before the first step the handshake has compared them.
+        self._compares = (
+            reduces and self._sums > 1 and self._check_every > 0 and (self._sums - 1) % self._check_every == 0
+        )
 
     # Called on the lane's thread.
 
@@ -108,6 +121,12 @@ class TiedGradients:
     def pieces(self, tie: str, virtual_stage: int) -> Pieces:
         """The gradient of a copy, cut into pieces that may share its memory: it must not change while they are read."""
         copy = self._copies[tie, virtual_stage]
+        if self._compares and copy.parameter.requires_grad and not copy.is_guest:
+            return replace(self._gradient(tie, copy), checksum=checksum(copy.parameter))
+        return self._gradient(tie, copy)
+
+    def _gradient(self, tie: str, copy: TiedCopy) -> Pieces:
+        virtual_stage = copy.virtual_stage
         with self.shared.swapped_in(virtual_stage):
             gradient, layout = (
                 copy.parameter.grad,
@@ -129,6 +148,7 @@ class TiedGradients:
         stages = self._ties[tie].virtual_stages
         local = [v for v in stages if v not in others]
         terms = {v: others[v] if v in others else self.pieces(tie, v) for v in stages}
+        self._compare(tie, terms)
         layout = _common_layout(tie, terms, self._text_of)
         if layout == ABSENT:
             return Pieces(ABSENT, all(term.requires_grad for term in terms.values()))
@@ -147,9 +167,21 @@ class TiedGradients:
             _add(total, tensors)
         if total.data_ptr() != part.data_ptr():
             part.copy_(total.view(part.shape))
-        pieces = self.pieces(tie, stages[0])
+        pieces = self._gradient(tie, copy)
         self._put(tie, local[1:], pieces)
         return pieces
+
+    def _compare(self, tie: str, terms: Mapping[int, Pieces]) -> None:
+        """Refuse copies that have drifted apart, in a step that compares them."""
+        values = {v: term.checksum for v, term in terms.items() if term.checksum is not None}
+        first = next(iter(values), 0)
+        if others := [v for v, value in values.items() if value != values[first]]:
+            raise StageError(
+                f"tie {tie!r} has other values on {', '.join(map(self._text_of, others))} than on "
+                f"{self._text_of(first)}: must be the same, as the gradients are. Does an optimizer step some copies "
+                "only, or with another learning rate, or were values loaded into one of them? "
+                f"(check_replicas={self._check_every} compares them.)"
+            )
 
     @torch.no_grad()
     def put(self, tie: str, pieces: Pieces) -> None:
@@ -178,20 +210,25 @@ class TiedGradients:
 
 
 class ProcessTies:
-    """The ties of the ranks of one process. See `find_copies` for the arguments and errors."""
+    """The ties of the ranks of one process. See `find_copies`, and `TiedGradients` for ``check_every``."""
 
     def __init__(
         self,
         ties: Ties | Sequence[Ties] | None,
         modules: Sequence[Mapping[int, nn.Module]],
         text_of: TextOf = numbered,
+        check_every: int = 0,
     ) -> None:
         self.shared = SharedGradients({v: module for by_stage in modules for v, module in by_stage.items()})
         self.repeated: list[nn.Parameter] = []
         copies = find_copies(ties, modules, self.shared, text_of)
         self.ranks = [
             TiedGradients(
-                [copy for copy in copies if copy.virtual_stage in by_stage], self.shared, self.repeated, text_of
+                [copy for copy in copies if copy.virtual_stage in by_stage],
+                self.shared,
+                self.repeated,
+                text_of,
+                check_every,
             )
             for by_stage in modules
         ]

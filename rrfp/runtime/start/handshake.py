@@ -29,7 +29,7 @@ from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.transports.base import TransportContext
-from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.rendezvous import LocalRendezvous, publish_in_time
 from rrfp.transports.secret import vouch, vouched
 
 #: The copies of one tie: rank and settings, by virtual stage.
@@ -186,7 +186,10 @@ class Handshake:
     async def shake(self) -> None:
         """Wait for all ranks, and compare. The outcome is the same on every rank."""
         context = self._context
-        await publish_in_time(context, self._address_key(context.rank), self._label.encode())
+        entered = self._address_key(context.rank)
+        await publish_in_time(
+            context, entered, vouch(context.secret, self._label.encode(), *self._about_entry(entered))
+        )
         copies = records.to_plain(self._copies)
         own = _pack({"all": self._settings, "group": self._group_settings, "copies": copies})
         if context.rank == 0:
@@ -198,8 +201,9 @@ class Handshake:
             data = await self._lookup("verdict", 0, context.connect_timeout_s + timeouts.VERDICT_GRACE_S)
             verdict = _unpack(data, "a verdict of rank 0")
         match verdict:
-            case {"error": str(name), "text": str(text)} if name in _ERRORS:
+            case {"error": str(name), "text": str(text), "read": bytes(read)} if name in _ERRORS:
                 self.is_decided = True
+                self._check_own(_digest([own]), read)
                 raise _ERRORS[name](printable(text))
             case {"ties": ties, "read": bytes(read)}:
                 self.ties = _records_of(Tie, ties, "a verdict of rank 0")
@@ -207,14 +211,29 @@ class Handshake:
             case _:
                 raise _unreadable("a verdict of rank 0", reprlib.repr(verdict))
 
+    def _check_own(self, settings: bytes, read: bytes) -> None:
+        """Refuse rank 0's error if it read others than this rank's settings, whose digest is ``settings``."""
+        rank = self._context.rank
+        theirs = read[(rank - 1) * len(settings) : rank * len(settings)] if rank else b""
+        if theirs and theirs != settings:
+            raise TransportError(
+                f"the rendezvous store had settings of {self._topology.name_of(rank)} for rank 0 that are not this "
+                "rank's: another program wrote to the store"
+            )
+
+    @property
+    def _is_forgeable(self) -> bool:
+        """Whether another program may have written what is found in the store."""
+        return self._context.secret is None and not isinstance(self._context.rendezvous, LocalRendezvous)
+
     async def _judge(self) -> Mapping[str, Any]:
         """Rank 0: what to raise, if anything; as soon as a rank differs or time is up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._context.connect_timeout_s
+        read = list[bytes]()
         try:
             leaders: dict[int, JobSettings] = {0: self._group_settings}
             copies: dict[int, Sequence[CopySettings]] = {0: self._copies}
-            read = list[bytes]()
             for rank in range(1, self._topology.world):
                 left_s = math.ceil(10 * max(deadline - loop.time(), 0.0)) / 10  # for the message
                 data = await self._lookup(str(rank), rank, left_s)
@@ -228,7 +247,11 @@ class Handshake:
             ties = records.to_plain(agree_on_ties(copies, self._topology, self._text_of))
             return {"ties": ties, "read": _digest(read)}
         except RrfpError as error:
-            return {"error": type(error).__name__, "text": str(error)}
+            text = str(error)
+            if isinstance(error, ConfigError) and self._is_forgeable:
+                text += " (values as the rendezvous store has them)"
+            # One digest a rank, in which each finds its own.
+            return {"error": type(error).__name__, "text": text, "read": b"".join(read)}
 
     def _read(self, rank: int, data: bytes) -> tuple[JobSettings, JobSettings, Sequence[CopySettings]]:
         what = self._terms_of(rank)
@@ -268,18 +291,34 @@ class Handshake:
 
     async def _missing(self, key: str, rank: int) -> str:
         """Why there is nothing of ``rank`` under ``key``: a sentence without an end."""
-        name = self._topology.name_of(rank)
+        context, entered = self._context, self._address_key(rank)
+        name, reader = self._topology.name_of(rank), self._topology.name_of(context.rank)
         try:
-            data = await self._context.rendezvous.lookup(self._address_key(rank), timeouts.LOOK_S)
+            data = await context.rendezvous.lookup(entered, timeouts.LOOK_S)
         except TransportError:
-            return f"{name} did not come"
+            return f"{name} did not come{self._or_another}"
+        try:
+            data = vouched(context.secret, data, f"an entry of {name}", reader, *self._about_entry(entered))
+        except TransportError as error:
+            return str(error)
         label = printable(data.decode(errors="replace"), 80)
         if label != self._label:
-            return f"{name} did not come to pipeline {self._label!r}, it is at pipeline {label!r}"
+            where = f"it is at pipeline {label!r}{self._or_another}"
+            return f"{name} did not come to pipeline {self._label!r}, {where}"
         lacks = (
             "verdict is missing: it waits for another rank" if key == "verdict" else "settings are missing: it ended"
         )
-        return f"{name} came, and its {lacks}, or another program wrote to the store"
+        return f"{name} came, and its {lacks}{self._or_another}"
+
+    @property
+    def _or_another(self) -> str:
+        in_process = isinstance(self._context.rendezvous, LocalRendezvous)
+        return "" if in_process else ", or another program wrote to the store"
+
+    def _about_entry(self, name: str) -> tuple[str | int, ...]:
+        """What vouchers are about that name the pipeline which a rank entered, beside that."""
+        # Not about one pipeline's run id: a rank may be at another one.
+        return _PURPOSE, self._topology.run_id, self._context.restart, name
 
     @property
     def _label(self) -> str:

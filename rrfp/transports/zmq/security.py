@@ -20,7 +20,7 @@ from zmq.utils import z85
 
 from rrfp.errors import ConfigError, TransportError
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.secret import Secret
+from rrfp.transports.secret import Secret, not_expected
 from rrfp.transports.zmq.gate import Gate, guard
 
 _KEY_BYTES = 32
@@ -148,9 +148,7 @@ class Security:
         if self._secret is not None:
             self._check_voucher(self._secret, peer, published)
         elif published.voucher:
-            raise TransportError(
-                f"rank {peer} has a secret, and rank {self._context.rank} has none: set RRFP_SECRET_FILE on all hosts"
-            )
+            raise not_expected(f"an endpoint of rank {peer}", f"rank {self._context.rank}")
         elif published.is_tcp:
             check_plain_tcp(self._context, published.endpoint)
         return published
