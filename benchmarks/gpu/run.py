@@ -1,7 +1,7 @@
 """What RRFP costs on a GPU. Takes about 2 minutes; without a CUDA device it says so and ends.
 
     make gpu-bench PYTHON=python3
-    python benchmarks/gpu/run.py [--quick] [--json] [--device cuda|double] [--results FILE]
+    python benchmarks/gpu/run.py [--quick] [--json] [--device cuda|stub|double] [--results FILE]
 
 gaps: seconds on the device from the end of a task's kernel to the beginning of the next task's, at depth 1 and 2, in a
 pipeline of one stage, whose tasks are one kernel of 1 ms and more. "plain": the same kernels launched in a loop.
@@ -18,7 +18,8 @@ processes: tensors from this process to another one on the same device, one at a
 step: a step of four stages by `rrfp.local` beside the same microbatches in a plain loop, in turns, on the same modules.
 A pair of steps whose plain one took over 1.1 of the median is discarded, and counted.
 
-Medians throughout. With `--device double` it shows that everything runs; its figures mean nothing, as with `--quick`.
+Medians throughout. With `--device double`, or `stub`, it shows that everything runs; its figures mean nothing, as with
+`--quick`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import torch
 from benchmarks.gpu.processes import Between, measure_between
 from benchmarks.gpu.staging import Rate, measure_staging
 from benchmarks.gpu.step import LARGE, SMALL, StepTimes, Work, measure_step
-from benchmarks.gpu.target import Target, header, open_target
+from benchmarks.gpu.target import DEVICES, Target, header, open_target
 from benchmarks.gpu.tasks import Gaps, HostTimes, measure_gaps, measure_host
 from benchmarks.shared.figures import Aim, Spread, us
 from benchmarks.shared.load import OtherLoad
@@ -64,13 +65,13 @@ QUICK = Size(32, 3, 1, 20, (1 << 12,), 2, SMALL)
 def main() -> None:
     """Measure, and write as the results come."""
     parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=("cuda", "double"), default="cuda")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--results", type=Path, help="write everything into this file, too")
     arguments = parsed(parser)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("needs a CUDA device; --device double shows that everything runs")
         return
-    size = QUICK if arguments.quick or arguments.device == "double" else FULL
+    size = QUICK if arguments.quick or arguments.device != "cuda" else FULL
     report = _Report(arguments.results, to_screen=not arguments.json)
     report.write(*header(arguments.device))
     load = OtherLoad()
