@@ -53,9 +53,9 @@ class Marks:
     def launch(self, launch: Callable[[], None]) -> None:
         """Launch a kernel between two events."""
         stream = self.target.device.current_stream()
-        before = stream.record()
+        before = stream.record(is_timed=True)
         launch()
-        self.pairs.append((before, stream.record()))
+        self.pairs.append((before, stream.record(is_timed=True)))
 
     def take(self) -> tuple[list[float], list[float]]:
         """The seconds from each kernel's end to the next one's beginning, and those of each kernel."""
