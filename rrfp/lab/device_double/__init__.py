@@ -13,7 +13,8 @@ A race need not show in results, less so between such threads. So the device als
 - a block uses memory that pending work of another stream writes, or writes memory that such work reads;
 - memory that pending work reads, and that its stream did not make, is freed without `Device.note_use`, or written to;
 - memory that pending work writes is written to by the host;
-- an event is used after its release, or its time before it was reached.
+- an event is used after its release, or its time before it was reached, or without having one;
+- memory that was noted, or is for copies, is freed after the device has failed and before `DoubleDevice.keep_noted`.
 
 All tensors are on the CPU. To the device every one lies in its memory, except those from `DoubleDevice.empty_on_host`:
 so `holds` is true of parameters and inputs, as on a GPU to which everything was moved.

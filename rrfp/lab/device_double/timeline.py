@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rrfp.compute.devices.base import Event
 from rrfp.lab.device_double.regions import Clock, Work
@@ -15,16 +17,25 @@ from rrfp.lab.device_double.regions import Clock, Work
 #: The thread stays for so long after its last work.
 LINGER_S = 0.05
 
+#: Unlike `time.sleep` it holds the interpreter's lock, as calls of a driver may that wait.
+_sleep_with_lock: Any = ctypes.PyDLL(None).usleep
+
 
 class DoubleError(RuntimeError):
     """Work on the double has failed, as `DoubleDevice.fail` asked for. The device is unusable from then on."""
 
 
 class DoubleEvent(Event):
-    """A point in a stream. ``report`` takes problems; ``clock`` is all work that comes before the point."""
+    """A point in a stream, whose clock is all work that comes before it.
 
-    def __init__(self, report: Callable[[str], None], clock: Clock) -> None:
+    Attributes:
+        is_timed: whether it may be asked for its time.
+    """
+
+    def __init__(self, report: Callable[[str], None], clock: Clock, call: Callable[..., None]) -> None:
         self.clock = clock
+        self.is_timed = False
+        self._call = call
         self.issued = time.monotonic()
         self.time = math.nan
         self.error: str | None = None
@@ -48,12 +59,15 @@ class DoubleEvent(Event):
         self._reached.wait()
         if self.error is not None:
             raise DoubleError(self.error)
+        self._call(works_on_broken=True)
 
     def seconds_since(self, base: Event) -> float:
         """See :meth:`Event.seconds_since`."""
         assert isinstance(base, DoubleEvent)
         for event in (self, base):
             event.use("asked for its time")
+            if not event.is_timed:
+                self._report("an event was asked for its time that was recorded without")
             if not event.is_reached:
                 self._report("an event was asked for its time before it was reached")
         return self.time - base.time
@@ -94,19 +108,32 @@ class Timeline:
 
     Args:
         on_done: called, under the lock, for each piece of work that the device has run.
+        on_broken: called, under the lock, when the device fails.
+        locked_s: how long a call holds the interpreter's lock.
 
     Attributes:
         changed: the lock of everything that the device's thread and issuing threads share.
         error: why the device has failed; None as long as it works.
+        is_broken_everywhere: whether a failure reaches also what does not lie behind it.
     """
 
-    def __init__(self, on_done: Callable[[Work], None]) -> None:
+    def __init__(self, on_done: Callable[[Work], None], on_broken: Callable[[], None], locked_s: float) -> None:
         self.changed = threading.Condition()
         self.error: str | None = None
+        self.is_broken_everywhere = False
         self._on_done = on_done
+        self._on_broken = on_broken
+        self._locked_us = round(locked_s * 1e6)
         self._busy: set[Queue] = set()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+
+    def call(self, *, works_on_broken: bool = False) -> None:
+        """A thread makes a call of the device; raises `DoubleError` if that has failed."""
+        if self._locked_us:
+            _sleep_with_lock(self._locked_us)
+        if self.error is not None and (self.is_broken_everywhere or not works_on_broken):
+            raise DoubleError(self.error)
 
     def put(self, queue: Queue, item: Work | DoubleEvent | Barrier) -> None:
         """Append an item to a stream."""
@@ -188,3 +215,4 @@ class Timeline:
                 if isinstance(item, DoubleEvent):
                     item.reach(math.nan, self.error)
             queue.items.clear()
+        self._on_broken()
