@@ -182,3 +182,13 @@ def test_times_are_those_of_torch(stub: CudaStub) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         untimed.seconds_since(first)
     torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+
+
+def test_clipping_waits_once_for_the_device(stub: CudaStub) -> None:
+    with rrfp.local([nn.Sequential(*(Layer() for _ in range(8)))], loss_fn=nn.functional.mse_loss).blocking() as pipe:
+        pipe.step(*batch())
+        stub.reset_counts()
+        pipe.clip_grad_norm_(1.0)
+        counts = stub.counts()
+    waits = sum(counts[name].calls for name in ("cudaStreamSynchronize", "cudaEventSynchronize") if name in counts)
+    assert waits == 1
