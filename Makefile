@@ -23,10 +23,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long mutation lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions
+.PHONY: help setup demo test test-fast test-long mutation lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
 
 help:
-	@echo "make demo | test | test-fast | test-long | mutation | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | mutation | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -98,6 +98,10 @@ gpu-test: $(GPU_READY)
 
 gpu-bench: $(GPU_READY)
 	$(GPU_RUN) benchmarks/gpu/run.py --device $(DEVICE) --results $(GPU_OUT)/gpu-bench.txt $(ARGS)
+
+# Everything above in the order of what it settles; may be stopped anywhere.
+gpu-all: $(GPU_READY)
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) benchmarks/gpu/all.py --device $(DEVICE) --results $(GPU_OUT)/gpu-all $(ARGS)
 
 gpu-questions:
 	$(GPU_RUN) benchmarks/gpu/questions.py --results $(GPU_OUT)/gpu-questions.txt $(ARGS)

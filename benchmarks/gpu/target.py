@@ -56,6 +56,11 @@ class Target:
         """Options of a pipeline whose modules lie there; on CUDA they decide themselves."""
         return {} if self.is_cuda else {"device": self.device}
 
+    def synchronize(self) -> None:
+        """Wait for all that was issued."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
     def take_problems(self) -> list[str]:
         """The races that the double has seen since the last call; none on CUDA, which does not look for them."""
         if not isinstance(self.device, DoubleDevice):

@@ -168,11 +168,11 @@ def test_an_answer_that_cannot_be_read_is_a_protocol_error(data: bytes) -> None:
         clipping.clip([clipping.share(), data])
 
 
-class Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the values that the host reads."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from gpu.stub.control import NOT_SUPPORTED, OUT_OF_MEMORY, CudaStub
 from torch import Tensor, nn
 
 import rrfp
-from benchmarks.gpu.target import Target
 from rrfp.compute.devices.copies import StreamCopies
 from rrfp.compute.devices.cuda import CudaDevice
 
@@ -22,16 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MOST_CALLS_A_TASK, MOST_CALLS_A_MESSAGE = 8, 4
 
 MICROBATCHES, STEPS, WIDTH = 16, 4, 64
-
-
-@pytest.fixture
-def stub(target: Target) -> Iterator[CudaStub]:
-    if target.name != "stub":
-        pytest.skip("the stub of CUDA counts calls")
-    stub = CudaStub()
-    yield stub
-    stub.heal()
-    torch.cuda.synchronize()
 
 
 class Layer(nn.Module):

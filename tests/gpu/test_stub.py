@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,22 +13,9 @@ from fork_server import context, fork_server
 from gpu.stub.control import OUT_OF_MEMORY, CudaStub
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from benchmarks.gpu.target import Target
-
 __all__ = ["fork_server"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def stub(target: Target) -> Iterator[CudaStub]:
-    if target.name != "stub":
-        pytest.skip("states what the stub does")
-    torch.cuda.init()
-    stub = CudaStub()
-    yield stub
-    stub.heal()
-    torch.cuda.synchronize()
 
 
 def test_a_failed_kernel_breaks_every_call_from_its_end_on(stub: CudaStub) -> None:

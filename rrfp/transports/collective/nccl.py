@@ -42,9 +42,9 @@ _INSTEAD = "choose transport='auto', which copies tensors through host memory"
 def check_environment(environ: Mapping[str, str]) -> None:
     """Refuse settings under which edges over NCCL can deadlock."""
     # Streams that share a hardware queue start their kernels in the order of launch: a receive blocks the computation
-    # behind it. With one queue that is certain. A rank has a stream for its tasks, two for each of up to four edges (one
-    # is NCCL's), two for copies, one for reductions and those of libraries: with 8 queues some share one, which delays
-    # a transfer until the one before it is done.
+    # behind it. With one queue that is certain. A rank has a stream for its tasks, two for each of four edges (its own,
+    # NCCL's), two for copies, one for reductions, those of libraries: with 8 queues some share one, which delays a
+    # transfer until the one before it is done.
     queues = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(_LEAST_QUEUES))
     if not queues.strip().isdecimal() or int(queues) < _LEAST_QUEUES:
         raise ConfigError(
