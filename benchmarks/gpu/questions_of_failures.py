@@ -53,7 +53,7 @@ for tensor in noted:
     tensor.record_stream(side)
 del tensor
 with torch.cuda.stream(side):
-    torch.cuda._sleep(500_000_000)
+    torch.cuda._sleep(3_000_000_000)
 if sys.argv[1] == "free before":
     noted.clear()
 table, index = torch.zeros(4, device="cuda"), torch.tensor([9], device="cuda")
