@@ -179,9 +179,9 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
-def content_of(sources: list[Path]) -> str:
-    """What the environment is made from, for the stamp."""
-    return "\n".join([str(ROOT), torch_release(), *(source.read_text() for source in sources)])
+def content_of(folder: Path, sources: list[Path]) -> str:
+    """What the environment is made from, for the stamp; its own path, to which it is bound, included."""
+    return "\n".join([str(folder), torch_release(), *(source.read_text() for source in sources)])
 
 
 def main() -> int:
@@ -194,10 +194,10 @@ def main() -> int:
     try:
         if sys.platform != "linux":
             raise SetupError("the stub needs Linux, whose memfd_create and /proc it uses")
-        if not fetched.exists() or fetched.read_text() != content_of([]):
+        if not fetched.exists() or fetched.read_text() != content_of(folder, []):
             fetch(folder)
-            fetched.write_text(content_of([]))
-        content = content_of([HERE / "environment.py", *sorted(HERE.glob("*.cpp"))])
+            fetched.write_text(content_of(folder, []))
+        content = content_of(folder, [HERE / "environment.py", *sorted(HERE.glob("*.cpp"))])
         if not stamp.exists() or stamp.read_text() != content:
             stamp.unlink(missing_ok=True)
             compile_all(folder)
