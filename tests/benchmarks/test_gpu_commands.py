@@ -48,10 +48,11 @@ def test_make_gpu_test_writes_every_outcome_and_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
-    text, _ = make("gpu-test", tmp_path, timeout_s=590.0)
-    assert re.fullmatch(r"\d+ passed, 1 skipped; exit status 0", text.splitlines()[-1])
+    text, _ = make("gpu-test", tmp_path, timeout_s=1190.0)
+    # Of the checks of lanes: 15 need room for an offer, which a device's lane lacks, and one needs a depth of 2.
+    assert re.fullmatch(r"\d+ passed, 16 skipped; exit status 0", text.splitlines()[-1])
 
 
 @pytest.mark.slow
