@@ -140,6 +140,13 @@ def choices() -> Mapping[str, str]:
     return lines
 
 
+def _sharing_obstacle_here() -> str:
+    from rrfp.pipeline.device_choice import choose_device
+
+    device = choose_device({}, "cuda")
+    return "" if device is None else sharing_obstacle(device)
+
+
 def sharing_obstacle(device: Device) -> str:
     """Why no other process can open ``device``'s memory, if so."""
     import torch
@@ -154,6 +161,33 @@ def sharing_obstacle(device: Device) -> str:
     except Exception as error:  # a device may raise anything
         return " ".join(f"its memory cannot be shared ({type(error).__name__}: {error}".split())[:200] + ")"
     return ""
+
+
+#: Streams of a rank that should not queue behind each other: of its tasks, of copies each way, of reductions, and two
+#: for each of four edges over NCCL, as many again for libraries that tasks call.
+_ENOUGH_CONNECTIONS = 32
+
+#: CUDA's own default.
+_USUAL_CONNECTIONS = 8
+
+
+def costly_settings(environ: Mapping[str, str], obstacle: str) -> dict[str, str]:
+    """By a short name, settings of CUDA that slow a pipeline down; ``obstacle`` as of `sharing_obstacle`."""
+    found = {}
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None and not (connections.isdecimal() and int(connections) >= _USUAL_CONNECTIONS):
+        found["connections"] = (
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections!r}: streams that share a connection start their work in the "
+            f"order of the host's calls, so copies and collectives wait behind tasks; unset it, or take "
+            f"{_ENOUGH_CONNECTIONS}"
+        )
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if obstacle and "expandable_segments:true" in environ.get(name, "").lower().replace(" ", ""):
+            found["segments"] = (
+                f"{name} asks for expandable segments, which other processes cannot open: tensors between processes "
+                "of a host pass through its memory, some times slower; leave expandable_segments out"
+            )
+    return found
 
 
 def _nccl_version() -> str | None:
@@ -234,6 +268,9 @@ def _add_gpus(findings: dict[str, Finding]) -> GpuReport | None:
             findings["cuda"] = Finding(False, False, report.missing())
         for name, line in (*lines.items(), *choices().items()):
             findings[name] = Finding(True, False, line)
+        if report.gpus:
+            for name, line in costly_settings(os.environ, _sharing_obstacle_here()).items():
+                findings[name] = Finding(False, False, line)
     except Exception as error:  # a broken driver or package may raise anything
         findings["cuda"] = Finding(False, False, _one_line(error))
         return None

@@ -248,7 +248,7 @@ class RankBuilder:
         return GradientReducer(
             modules,
             make_group,
-            new_lane(device, "rrfp-gradients"),
+            new_lane(device, "rrfp-gradients", is_timed=False),
             replica=topology.summand,
             deterministic=self._options.deterministic,
             check_every=self._options.check_replicas or 0,

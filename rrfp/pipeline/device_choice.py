@@ -115,9 +115,9 @@ def check_on_device(
         check_no_cuda_graphs(modules, losses.values(), text_of)
 
 
-def new_lane(device: Device | None, name: str, nice: int = 0) -> Lane:
+def new_lane(device: Device | None, name: str, nice: int = 0, *, is_timed: bool = True) -> Lane:
     """A lane on a stream of ``device``; on a thread where that is None."""
-    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
+    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice, is_timed=is_timed)
 
 
 def stage_lane(stage: int, device: Device | None, make_lane: Callable[[int], Lane] | None, nice: int) -> Lane:

@@ -69,6 +69,10 @@ class PoisonedDevice(Device):
         if not self._forgets:
             self._device.note_use(tensor, stream)
 
+    def keep_noted(self) -> None:
+        """See :meth:`Device.keep_noted`."""
+        self._device.keep_noted()
+
     def stream(self, *, is_urgent: bool = False) -> Stream:
         """See :meth:`Device.stream`."""
         return self._device.stream(is_urgent=is_urgent)

@@ -30,7 +30,7 @@ __all__ = ["fork_server"]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 #: Of a tensor, by the device.
-NUM_BYTES = {"cuda": 64 << 20, "double": 4 << 20}
+NUM_BYTES = {"cuda": 64 << 20, "stub": 4 << 20, "double": 4 << 20}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -38,7 +38,7 @@ class HostStream(Stream):
     def strayed(self) -> bool:
         return False
 
-    def record(self) -> Event:
+    def record(self, *, is_timed: bool = False) -> Event:
         return HostEvent(self.behind)
 
     def wait(self, event: Event) -> None: ...

@@ -30,7 +30,7 @@ class Event(ABC):
 
     @abstractmethod
     def seconds_since(self, base: Event) -> float:
-        """Seconds of the device's clock from ``base`` to this event. Both have been reached."""
+        """Seconds of the device's clock from ``base`` to this event. Both are timed, and have been reached."""
 
     @abstractmethod
     def release(self) -> None:
@@ -54,8 +54,8 @@ class Stream(ABC):
         """Whether a block of `issuing` has ended with another stream current."""
 
     @abstractmethod
-    def record(self) -> Event:
-        """An event at the end of the work issued on this stream so far."""
+    def record(self, *, is_timed: bool = False) -> Event:
+        """An event at the end of the work issued on this stream so far; without a time unless it is asked for."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -98,7 +98,16 @@ class Device(ABC):
 
     @abstractmethod
     def note_use(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep the memory of ``tensor`` from reuse until the work issued on ``stream`` when it is freed is complete."""
+        """Keep the memory of ``tensor`` from reuse until the work issued on ``stream`` when it is freed is complete.
+
+        A device that has failed may be unable to free it, and then end the process: see `keep_noted`.
+        """
+
+    def keep_noted(self) -> None:  # noqa: B027 - where freeing is harmless, there is nothing to do
+        """Never free what `note_use` has noted, nor host memory that copies may use: the device has failed.
+
+        Whoever finds that out calls it at once; it may be called more than once.
+        """
 
     @abstractmethod
     def empty(self, tensor: Tensor) -> Tensor:

@@ -153,7 +153,8 @@ class StreamCopies:
             raise _closed_error()
         lane = self._lanes.get(direction)
         if lane is None:
-            lane = self._lanes[direction] = StreamLane(self._device, f"{self._name}-{direction}", is_urgent=True)
+            name = f"{self._name}-{direction}"
+            lane = self._lanes[direction] = StreamLane(self._device, name, is_urgent=True, is_timed=False)
             lane.start()
         future = lane.enqueue(call)
         del call

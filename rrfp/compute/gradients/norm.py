@@ -69,7 +69,7 @@ def local_norm(
     skipped = {id(tensor) for tensor in skip}
     topology = Topology(0, 1) if topology is None else topology
     ranks = range(topology.world) if ranks is None else ranks
-    norms: list[float] = []
+    parts: list[Tensor] = []
     for name, parameter in parameters_once(modules, text_of):
         if parameter.grad is None:
             continue
@@ -81,9 +81,24 @@ def local_norm(
             if part.is_sparse:  # several entries may have one index: their sum is the element
                 part = part.coalesce().values()
             if part.numel():
-                part = part.abs() if part.is_complex() else part
-                norms.append(float(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64)))
-    return combined_norm(norms, norm_type)
+                parts.append(part.abs() if part.is_complex() else part)
+    return combined_norm(_norms(parts, norm_type), norm_type)
+
+
+def _norms(parts: Sequence[Tensor], norm_type: float) -> list[float]:
+    """The norm of each part. Waits once for each device."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, part in enumerate(parts):
+        alike.setdefault((part.device, part.dtype), []).append(index)
+    on_device: dict[torch.device, dict[int, Tensor]] = {}
+    for (device, _), indices in alike.items():
+        found = torch._foreach_norm([parts[index] for index in indices], norm_type, dtype=torch.float64)
+        on_device.setdefault(device, {}).update(zip(indices, found, strict=True))
+    norms = [0.0] * len(parts)
+    for by_index in on_device.values():
+        for index, norm in zip(by_index, torch.stack(list(by_index.values())).tolist(), strict=True):
+            norms[index] = norm
+    return norms
 
 
 def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:

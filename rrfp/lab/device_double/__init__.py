@@ -13,7 +13,8 @@ A race need not show in results, less so between such threads. So the device als
 - a block uses memory that pending work of another stream writes, or writes memory that such work reads;
 - memory that pending work reads, and that its stream did not make, is freed without `Device.note_use`, or written to;
 - memory that pending work writes is written to by the host;
-- an event is used after its release, or its time before it was reached.
+- an event is used after its release, or its time before it was reached, or without having one;
+- memory that was noted, or is for copies, is freed after the device has failed and before `DoubleDevice.keep_noted`.
 
 All tensors are on the CPU. To the device every one lies in its memory, except those from `DoubleDevice.empty_on_host`:
 so `holds` is true of parameters and inputs, as on a GPU to which everything was moved.
@@ -122,6 +123,8 @@ class DoubleDevice(Device):
     Args:
         seconds: how long the device takes for a block, or for a part of one that ends at an event: a number, or a
             function of the count of blocks before. A block without operators on tensors takes no time.
+        locked_s: how long a call, such as one that records an event, holds the interpreter's lock.
+        can_pin: whether host memory can be pinned.
 
     Attributes:
         problems: the races found so far, a line each.
@@ -134,7 +137,9 @@ class DoubleDevice(Device):
     kind = "double"
     sharing: DoubleSharing
 
-    def __init__(self, seconds: float | Callable[[int], float] = 0.001) -> None:
+    def __init__(
+        self, seconds: float | Callable[[int], float] = 0.001, *, locked_s: float = 0.0, can_pin: bool = True
+    ) -> None:
         if not callable(seconds) and not seconds >= 0:
             raise ConfigError(f"seconds is {seconds!r}, must be a number >= 0, or a function of the count of blocks")
         self.name = f"double:{next(_serial)}"
@@ -142,12 +147,13 @@ class DoubleDevice(Device):
         self.pinned: list[tuple[int, int]] = []
         self.sharing = DoubleSharing()
         self._seconds = seconds
+        self._can_pin = can_pin
         self._streams = itertools.count()
         self._count = 0
         #: The work that fails, counted from the first.
         self._failing: int | None = None
         self._memory = Memory(self.problems.append)
-        self._timeline = Timeline(self._memory.complete)
+        self._timeline = Timeline(self._memory.complete, self._memory.fail, locked_s)
         self._issuer = Issuer(self._timeline, self._memory, self._next_work, self.problems.append)
         self._of_thread = threading.local()
 
@@ -162,8 +168,10 @@ class DoubleDevice(Device):
     def close(self) -> None:
         """Run all work at once, now and later, and end the device's thread."""
         self._timeline.close()
+        with self._timeline.changed:
+            self._memory.close()
 
-    def fail(self, *, after: int = 1) -> None:
+    def fail(self, *, after: int = 1, everywhere: bool = False) -> None:
         """Let the device break at the ``after``-th block issued from now on.
 
         No event behind that block, or behind any block that the device has not run then, is reached any more: waiting
@@ -171,9 +179,12 @@ class DoubleDevice(Device):
 
         Args:
             after: how many blocks are issued until then, that one included.
+            everywhere: whether every call then fails, on each thread, as on CUDA: also waiting for events that were
+                reached before, and making memory. So a task that was complete may be named.
         """
         with self._timeline.changed:
             self._failing = self._count + after
+            self._timeline.is_broken_everywhere = everywhere
 
     def stream(self, *, is_urgent: bool = False) -> Stream:
         """See :meth:`Device.stream`. Streams do not delay each other, so urgency makes no difference."""
@@ -205,20 +216,29 @@ class DoubleDevice(Device):
         with self._timeline.changed:
             self._memory.note_use(tensor, stream.number)
 
+    def keep_noted(self) -> None:
+        """See :meth:`Device.keep_noted`; until the device is closed."""
+        with self._timeline.changed:
+            self._memory.keep_noted()
+
     def empty(self, tensor: Tensor) -> Tensor:
         """See :meth:`Device.empty`. Outside a block, the memory is that of the thread's stream."""
+        self._timeline.call(works_on_broken=True)
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._issuer.allocate(made, self.current_stream())
         return made
 
     def empty_on_host(self, tensor: Tensor) -> Tensor:
         """See :meth:`Device.empty_on_host`. Its reuse is safe only when the work that uses it is complete."""
+        self._timeline.call(works_on_broken=True)
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._issuer.allocate(made, None)
         return made
 
     def pin(self, memory: Tensor) -> bool:
         """See :meth:`Device.pin`; `pinned` lists it."""
+        if not self._can_pin or self._timeline.error is not None:
+            return False
         self.pinned.append((memory.data_ptr(), memory.nbytes))
         return True
 

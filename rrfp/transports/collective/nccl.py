@@ -42,13 +42,15 @@ _INSTEAD = "choose transport='auto', which copies tensors through host memory"
 def check_environment(environ: Mapping[str, str]) -> None:
     """Refuse settings under which edges over NCCL can deadlock."""
     # Streams that share a hardware queue start their kernels in the order of launch: a receive blocks the computation
-    # behind it. With one queue that is certain; a rank has a stream for its tasks and up to four edges.
+    # behind it. With one queue that is certain. A rank has a stream for its tasks, two for each of four edges (its own,
+    # NCCL's), two for copies, one for reductions, those of libraries: with 8 queues some share one, which delays a
+    # transfer until the one before it is done.
     queues = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(_LEAST_QUEUES))
     if not queues.strip().isdecimal() or int(queues) < _LEAST_QUEUES:
         raise ConfigError(
             f"environment variable CUDA_DEVICE_MAX_CONNECTIONS is {queues!r}, must be unset or at least "
-            f"{_LEAST_QUEUES} with transport collective: a receive would block the computation behind it; else "
-            f"{_INSTEAD}"
+            f"{_LEAST_QUEUES}, better 32, with transport collective: a receive would block the computation behind it; "
+            f"else {_INSTEAD}"
         )
     # It serializes communicators in the order of the host's calls, which differs from rank to rank here.
     if environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0":
