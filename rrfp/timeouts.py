@@ -72,6 +72,9 @@ ABORTED_S = 2.0
 #: A look at a key of the store that is there, or not: at which pipeline a rank is that did not come.
 LOOK_S = 0.5
 
+#: A look at a key of the store that is there already, or has come too late.
+GLANCE_S = 0.2
+
 #: A rank that cannot start tells the others within this time, and they end within twice as long.
 NOTIFY_S = 1.0
 

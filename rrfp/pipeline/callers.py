@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from rrfp import timeouts
+from rrfp.compute.tracebacks import from_here
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.pipeline.calls import Call
 from rrfp.pipeline.session import Session
@@ -25,12 +26,15 @@ class AsyncCaller:
 
     async def enter(self) -> None:
         """Enter the pipeline, which is left again if its ranks do not start."""
-        self._session.enter()
         try:
-            await self._on_loop(self._session.start())
-        except BaseException:
-            await asyncio.shield(self._free())
-            raise
+            self._session.enter()
+            try:
+                await self._on_loop(self._session.start())
+            except BaseException:
+                await asyncio.shield(self._free())
+                raise
+        except RrfpError as error:
+            raise from_here(error) from error.__cause__
 
     async def run(self, call: Call[T]) -> T:
         """Wait for ``call``; cancelling that ends the pipeline."""
@@ -97,12 +101,15 @@ class BlockingCaller:
     def enter(self) -> None:
         """As `AsyncCaller.enter`."""
         session = self._session
-        session.enter()
         try:
-            session.submit(session.start()).result()
-        except BaseException:
-            session.leave()
-            raise
+            session.enter()
+            try:
+                session.submit(session.start()).result()
+            except BaseException:
+                session.leave()
+                raise
+        except RrfpError as error:
+            raise from_here(error) from error.__cause__
 
     def run(self, call: Call[T]) -> T:
         """As `AsyncCaller.run`; an error that ends the wait, such as Ctrl-C, ends the pipeline."""

@@ -234,6 +234,8 @@ class LocalRanks:
         except BaseException as error:
             self.fail(error)
             await self.close(quiet=True)
+            if isinstance(error, PipelineAborted):
+                await self.wait_for_failed_process(error)
             raise
 
     async def delivered(self) -> None:
