@@ -86,10 +86,11 @@ VERDICT_GRACE_S = 2.0
 
 #: A rank that failed at no fault of its own lets the process at fault end first, so that a launcher which looks for
 #: the first process to end finds that one.
-FAILED_PROCESS_GRACE_S = 4.0
+FAILED_PROCESS_GRACE_S = 5.0
 
-#: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s).
-LAUNCHER_LOOKS_S = 0.5
+#: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s), also on a
+#: host that is overloaded.
+LAUNCHER_LOOKS_S = 1.5
 
 #: A collective fails at once when a rank dies and names a connection; within this time the control plane, which may
 #: need `FAREWELL_TIMEOUT_S` and `ABORTED_S`, names the rank.
@@ -155,7 +156,7 @@ def _check_order() -> None:
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
-        (("LAUNCHER_LOOKS_S", LAUNCHER_LOOKS_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
+        (("GLANCE_S", GLANCE_S), ("LOOK_S", LOOK_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),
         (

@@ -26,7 +26,7 @@ _PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
-_Error = TypeVar("_Error", bound=RrfpError)
+_Error = TypeVar("_Error", bound=BaseException)
 
 #: Errors whose text has been logged.
 _logged: WeakSet[RrfpError] = WeakSet()

@@ -108,7 +108,7 @@ class BlockingCaller:
             except BaseException:
                 session.leave()
                 raise
-        except RrfpError as error:
+        except (RrfpError, KeyboardInterrupt) as error:
             raise from_here(error) from error.__cause__
 
     def run(self, call: Call[T]) -> T:
@@ -119,7 +119,10 @@ class BlockingCaller:
             outcome = session.submit(call.rest).result()
         except PipelineAborted as error:
             aborted = error
-        except BaseException as error:  # Ctrl-C ended the wait; after a failure of the step itself this has no effect
+        except KeyboardInterrupt as interrupt:
+            session.fail_soon(interrupt)
+            raise from_here(interrupt) from None
+        except BaseException as error:  # after a failure of the step itself this has no effect
             session.fail_soon(error)
             raise
         finally:
