@@ -86,7 +86,7 @@ VERDICT_GRACE_S = 2.0
 
 #: A rank that failed at no fault of its own lets the process at fault end first, so that a launcher which looks for
 #: the first process to end finds that one.
-FAILED_PROCESS_GRACE_S = 5.0
+FAILED_PROCESS_GRACE_S = 4.0
 
 #: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s), also on a
 #: host that is overloaded.

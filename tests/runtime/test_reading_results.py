@@ -149,7 +149,7 @@ def test_completing_where_no_event_loop_runs_is_refused() -> None:
     with rrfp.local([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:
         result = pipe.step(torch.zeros(4, 2), torch.zeros(4, 2), microbatches=2)
         with pytest.raises(RrfpError, match="where no event loop runs: read its attributes, which wait, or"):
-            result.complete()
+            asyncio.run(result.complete())
         assert result.peak_held == (1,)
         assert asyncio.run(awaited(result.complete)) is result
 
