@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rrfp.errors import ConfigError, Faults
+from rrfp.errors import ConfigError, Faults, nearest_to
 
 # The base of typer's errors about arguments. Its module depends on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -107,8 +107,9 @@ def _text(error: Exception) -> str:
     fault: Any = error
     message, _, suggestion = " ".join(fault.format_message().split()).partition(". Did you mean ")
     message = message.removesuffix(".")
-    if nearest := getattr(error, "possibilities", None):  # the most similar one first
-        message = f"{fault.message} (did you mean {nearest[0]}?)"
+    if possibilities := getattr(error, "possibilities", None):  # some of which are rather far
+        nearest = nearest_to(fault.option_name, possibilities)
+        message = fault.message + (f" (did you mean {nearest}?)" if nearest else "")
     context = getattr(error, "ctx", None)
     if context is None:
         return message

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeVar
 from weakref import WeakSet
 
 from rrfp.errors import RrfpError
@@ -24,6 +25,8 @@ _PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 #: The folders of Python's own modules, and the names of those in which distributions are installed.
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 #: Errors whose text has been logged.
 _logged: WeakSet[RrfpError] = WeakSet()
@@ -54,6 +57,12 @@ def trim(error: BaseException) -> None:
         seen.add(id(current))
         current.__traceback__ = _without_package(current.__traceback__)
         current = current.__cause__ or current.__context__
+
+
+def from_here(error: _Error) -> _Error:
+    """``error`` to be raised again where a caller called: the runtime's frames would bury the caller's."""
+    trim(error)
+    return error.with_traceback(None)
 
 
 def place_of(error: BaseException) -> str:

@@ -65,7 +65,7 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
     try:
         return from_json(text)
     except ConfigError as error:
-        raise ConfigError(f"{os.fspath(path)}: {error}") from None
+        raise ConfigError.joining(f"{os.fspath(path)}: {text}" for text in error.faults or (str(error),)) from None
 
 
 def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, ...]:

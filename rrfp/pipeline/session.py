@@ -454,6 +454,8 @@ class Session:
             self._fail(error)
             with suppress(PipelineAborted):
                 await self._close_ranks()
+            if isinstance(error, PipelineAborted):
+                await self._wait_for_failed_process(error)
             raise
         ranks.delivery.begin(self._training_step)
 

@@ -171,6 +171,15 @@ def test_bad_file_names_the_field(tmp_path: Path, change: dict[str, object], mes
     assert message in result.stderr
 
 
+def test_each_fault_of_a_file_has_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"colour": 1}))
+    result = rrfp("simulate", "--costs", path, "--hint", "bf")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"rrfp: {path}: ") for line in lines)
+
+
 def test_bad_usage_in_a_shell(tmp_path: Path) -> None:
     result = rrfp_process("simulate", "--costs", tmp_path / "absent.json", "--hint", "bf")
     assert (result.returncode, result.stdout) == (2, "")
