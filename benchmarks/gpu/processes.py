@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.staging import Rate
 from benchmarks.gpu.target import Target, open_target
-from rrfp.compute.devices.copies import copies_of
+from rrfp.devices.copies import copies_of
 from rrfp.errors import PeerLostError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.target import Target
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.devices.copies import StreamCopies
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
 from rrfp.transports.registry import create_transport

@@ -15,8 +15,8 @@ import torch
 
 import rrfp
 from rrfp.commands.doctor import gpu_report
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.devices.base import Device
+from rrfp.devices.cuda import CudaDevice
 from rrfp.lab.device_double import DoubleDevice
 
 #: How long the double takes for a piece of work.

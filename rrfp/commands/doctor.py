@@ -20,7 +20,7 @@ from rrfp.commands.output import Json, print_json
 from rrfp.version import __version__
 
 if TYPE_CHECKING:
-    from rrfp.compute.devices.base import Device
+    from rrfp.devices.base import Device
 
 
 #: Long enough for the driver's version (NVML's own limit).

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
@@ -33,6 +31,8 @@ from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.model.declared import Graph

@@ -18,13 +18,13 @@ from rrfp import timeouts
 from rrfp.arbiter.loop import LoopTime, run_arbiter
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import inner_tensors
-from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.tied import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Holding, Peaks
+from rrfp.devices.base import Device
 from rrfp.errors import Origin, OverdueError, PeerLostError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
 from rrfp.memory.measured import Measured

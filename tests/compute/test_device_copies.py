@@ -13,7 +13,7 @@ import torch
 from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
 from torch import Tensor
 
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.devices.copies import StreamCopies
 from rrfp.errors import TransportClosedError
 from rrfp.lab.device_double import DoubleDevice, DoubleError
 from rrfp.testing.transport_checks.pair import assert_same, running, soon, stays_pending

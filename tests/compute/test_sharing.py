@@ -17,8 +17,8 @@ from compute.separate_double import closing
 from fork_server import context, fork_server
 from torch import Tensor
 
-from rrfp.compute.devices.copies import SharingCopies, copies_of
-from rrfp.compute.devices.cuda_sharing import CudaSharing
+from rrfp.devices.copies import SharingCopies, copies_of
+from rrfp.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same

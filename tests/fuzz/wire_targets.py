@@ -12,7 +12,7 @@ from typing import Any
 from fuzz.mutations import MSGPACK, pack
 from fuzz.targets import Decode, Target, join, parts, plain
 
-from rrfp.compute.devices.cuda_sharing import CudaSharing
+from rrfp.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.model.tasks import Kind, Mode

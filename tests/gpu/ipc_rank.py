@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import rrfp
 from benchmarks.gpu.target import Target, open_target
-from rrfp.compute.devices.sharing import DeviceSharing
 from rrfp.compute.split import backward as split_backward
+from rrfp.devices.sharing import DeviceSharing
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS = 2

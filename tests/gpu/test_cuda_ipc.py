@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from under_torchrun import reports
 
 from benchmarks.gpu.target import Target, open_target
-from rrfp.compute.devices.copies import SharingCopies, copies_of
+from rrfp.devices.copies import SharingCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, TransportContext

@@ -14,9 +14,9 @@ import zmq
 from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
+from rrfp.devices.cuda import CudaDevice
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports import SharesDeviceMemory

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rrfp.compute.devices.copies import StreamCopies, copies_of
+from rrfp.devices.copies import StreamCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data

@@ -13,7 +13,7 @@ from compute.separate_double import SeparateDouble, check_races, closing
 from torch import Tensor
 from transports.peer_process import stuck_after_trial
 
-from rrfp.compute.devices.copies import copies_of
+from rrfp.devices.copies import copies_of
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.auto import auto_transport

@@ -23,9 +23,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.makers import RUN_ID, contexts, injecting_datagrams, started
 from transports.on_device import OnDevice, carrier_of
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
+from rrfp.devices.cuda import CudaDevice
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport

@@ -14,8 +14,8 @@ from compute.separate_double import SeparateDouble, check_races, closing, put
 from torch import Tensor
 from transports.on_device import CpuOnlyInproc
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.devices.base import Device
+from rrfp.devices.copies import StreamCopies
 from rrfp.transports.base import Transport, TransportContext
 from rrfp.transports.staged import staged
 from rrfp.transports.zmq.transport import ZmqTransport

@@ -16,7 +16,7 @@ from transports.pulled_ends import Ends, ends, kinds, refusing
 from transports.staged_ends import is_on, on
 
 from rrfp import timeouts
-from rrfp.compute.devices.copies import copies_of
+from rrfp.devices.copies import copies_of
 from rrfp.testing.transport_checks.pair import (
     assert_same,
     data,

@@ -18,7 +18,7 @@ from transports.connected_peer import connected, next_loss
 from transports.peer_process import LARGE_BYTES, RUN_ID, STREAMED_BYTES, send_without_end
 from transports.shm_state import descriptors, mappings, until
 
-from rrfp.compute.devices.copies import SharingCopies
+from rrfp.devices.copies import SharingCopies
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data, index_of, soon

@@ -14,7 +14,7 @@ import transports.makers as makers
 from compute.separate_double import CountingDouble, check_races, closing, put
 from torch import Tensor
 
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.devices.copies import StreamCopies
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, soon
 from rrfp.transports.base import Transport
 from rrfp.transports.shm.transport import ShmTransport

@@ -14,7 +14,7 @@ from torch import Tensor
 from transports.on_device import CpuOnlyInproc, over
 from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.devices.copies import StreamCopies
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double import DoubleEvent
 from rrfp.testing.order import reordered

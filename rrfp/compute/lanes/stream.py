@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
-from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
+from rrfp.devices.base import Device, Event, Stream
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 

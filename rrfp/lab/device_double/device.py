@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Stream
-from rrfp.compute.devices.sharing import DeviceSharing, check_fields, integer
+from rrfp.devices.base import Device, DeviceMemory, Stream
+from rrfp.devices.sharing import DeviceSharing, check_fields, integer
 from rrfp.errors import ConfigError
 from rrfp.lab.device_double.memory import Memory
 from rrfp.lab.device_double.stream import DoubleStream, Issuer

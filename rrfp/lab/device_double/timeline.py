@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rrfp.compute.devices.base import Event
+from rrfp.devices.base import Event
 from rrfp.lab.device_double.regions import Clock, Work
 
 #: The thread stays for so long after its last work.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rrfp.compute.devices.sharing import DeviceSharing
+from rrfp.devices.sharing import DeviceSharing
 
 
 class Event(ABC):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.sharing import DeviceSharing, check_fields, integer, refuse
+from rrfp.devices.sharing import DeviceSharing, check_fields, integer, refuse
 
 #: Version, type, and CUDA's 64 bytes.
 _HANDLE_LENGTH = 66

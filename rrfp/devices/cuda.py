@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Event, Stream
-from rrfp.compute.devices.cuda_sharing import CudaSharing
+from rrfp.devices.base import Device, DeviceMemory, Event, Stream
+from rrfp.devices.cuda_sharing import CudaSharing
 
 
 class CudaEvent(Event):

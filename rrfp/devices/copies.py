@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.sharing import DeviceSharing
 from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import Device
+from rrfp.devices.sharing import DeviceSharing
 from rrfp.errors import TransportClosedError
 from rrfp.log import get_logger
 
