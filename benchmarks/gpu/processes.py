@@ -18,6 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu.staging import Rate
 from benchmarks.gpu.target import Target, open_target
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import copies_of
 from rrfp.errors import PeerLostError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
@@ -101,7 +102,7 @@ async def _ends(target: Target, rank: int, store: str, stack: AsyncExitStack) ->
     rendezvous = StoreRendezvous(FileStore(store, 2), run_id="processes")
     ends = {}
     for way in WAYS:
-        copies = copies_of(target.device, f"benchmark-{way}")
+        copies = copies_of(target.device, StreamLane, f"benchmark-{way}")
         context = TransportContext(rank, (1 - rank,), f"processes-{way}", rendezvous, copies=copies)
         ends[way] = staged(create_transport(way, context), copies)
         stack.callback(ends[way].abort)

@@ -8,9 +8,12 @@ gone, while the second stream still needs it.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -122,3 +125,26 @@ class Device(ABC):
     def explain(self, error: Exception) -> Exception:
         """The error of late work, with what helps to find its place."""
         return error
+
+
+class CopyLane(Protocol):
+    """Where copies are issued, one after the other, on a thread and a stream; `rrfp.compute.lanes.stream` has one."""
+
+    def start(self) -> None:
+        """Start the thread, on the event loop of all later futures."""
+
+    def enqueue(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Make a call on the stream; the future gets an object with its ``result`` once the device has done its work.
+
+        What the call returns stays referenced until then.
+        """
+
+    def close(self) -> None:
+        """Make no further call, without waiting for a running one."""
+
+
+class CopyLaneClass(Protocol):
+    """Makes lanes."""
+
+    def __call__(self, device: Device, name: str, *, is_urgent: bool) -> CopyLane:
+        """A lane on a stream of its own, whose work goes before that of others if it is urgent."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
-from rrfp.compute.lanes.stream import StreamLane
-from rrfp.devices.base import Device
+from rrfp.devices.base import CopyLane, CopyLaneClass, Device
 from rrfp.devices.sharing import DeviceSharing
 from rrfp.errors import TransportClosedError
 from rrfp.log import get_logger
@@ -96,49 +95,84 @@ _Result = TypeVar("_Result")
 _Copied = tuple[list[Tensor], object]
 
 
-class StreamCopies:
-    """The copies of one rank's transport; see :class:`rrfp.transports.DeviceCopies`, whose methods it has.
+class DeviceCopies:
+    """Copies tensors into and out of the memory of one rank's device, on streams of their own.
 
-    Memory that it copies into belongs to its own streams, or on another device to the default one there: a lane that
-    uses a received tensor adopts it. A lane and its
-    two threads start with the first copy in that direction.
+    Each method returns when the device has made the copies, in the order of the arguments. A copy is a dense leaf with
+    memory of its own, and requires grad exactly if its source does. Sources must be complete when they are passed, and
+    must not be written to before the call returns; cancelled, the call drops the copies. The methods are called on one
+    loop, which they never block, and raise the device's error if it fails, `TransportClosedError` once closed.
+
+    Args:
+        device: the rank's.
+        lane_class: makes the lanes on which copies are issued: one for each direction, with the first copy there.
+        name: of the lanes' threads.
+
+    Attributes:
+        kind: the device's type, such as ``"cuda"``.
+        index: the device's number among those of its type; None where numbers mean nothing.
     """
 
-    def __init__(self, device: Device, name: str = "rrfp-copies") -> None:
+    def __init__(self, device: Device, lane_class: CopyLaneClass, name: str = "rrfp-copies") -> None:
         self.kind = device.kind
         self.index: int | None = getattr(device, "index", None)
         self._device = device
+        self._lane_class = lane_class
         self._regions = HostRegions(device)
         self._name = name
-        self._lanes: dict[str, StreamLane] = {}
+        self._lanes: dict[str, CopyLane] = {}
         self._pending: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the device's memory."""
+        """Whether a tensor lies in the device's memory.
+
+        Args:
+            tensor: any tensor.
+        """
         return self._device.holds(tensor)
 
     def register(self, memory: Tensor) -> object:
-        """A handle of memory that the first copy pins."""
+        """Pin memory of a transport before the first copy from or into it, so that no other copy is needed.
+
+        Args:
+            memory: on the host; tensors lie anywhere in it.
+
+        Returns:
+            A handle. The memory stays pinned while anything refers to it, and is not freed before.
+        """
         return self._regions.add(memory)
 
     async def to_host(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Copies in pinned memory, or in ``into``."""
+        """Copy tensors of the device into pooled pinned memory, or into that of given tensors.
+
+        Args:
+            tensors: dense ones that the device holds.
+            into: tensors with the same dtypes and shapes, contiguous. Cancelled, the call may still write to them.
+        """
         if into is None:
             return await self._run("send", partial(_copied, self._device.empty_on_host, tensors))
         return await self._run("send", partial(_copied_into, self._regions, tensors, into))
 
     async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the device."""
+        """Copy tensors into the device's memory. Where another stream uses them, their memory must be noted there.
+
+        Args:
+            tensors: dense ones on the CPU, in any memory.
+        """
         return await self._run("receive", partial(_to_device, self._device, self._regions, tensors))
 
-    async def copy(self, tensors: Sequence[Tensor], target: Any) -> list[Tensor]:
-        """Copies on the device of ``target``, another `StreamCopies` or this one."""
-        assert isinstance(target, StreamCopies)
+    async def copy(self, tensors: Sequence[Tensor], target: DeviceCopies) -> list[Tensor]:
+        """Copy tensors of the device into the memory of the same or another device, without the host's.
+
+        Args:
+            tensors: dense ones that the device holds.
+            target: of the rank that will own the copies, in this process.
+        """
         return await self._run("send", partial(_copied, target._device.empty, tensors))
 
     def close(self) -> None:
-        """Fail the waiting calls; copies under way end by themselves."""
+        """Make waiting and later calls raise. May be called twice; never waits: copies under way end by themselves."""
         self._closed = True
         for lane in self._lanes.values():
             lane.close()
@@ -153,7 +187,7 @@ class StreamCopies:
             raise _closed_error()
         lane = self._lanes.get(direction)
         if lane is None:
-            lane = self._lanes[direction] = StreamLane(self._device, f"{self._name}-{direction}", is_urgent=True)
+            lane = self._lanes[direction] = self._lane_class(self._device, f"{self._name}-{direction}", is_urgent=True)
             lane.start()
         future = lane.enqueue(call)
         del call
@@ -168,7 +202,26 @@ class StreamCopies:
             raise
         finally:
             self._pending.discard(future)
-        return execution.result[0]
+        result: _Result = execution.result[0]
+        return result
+
+
+def held_by(copies: DeviceCopies, tensors: Sequence[Tensor | None]) -> list[int]:
+    """The indices of the tensors that a device holds."""
+    return [index for index, tensor in enumerate(tensors) if tensor is not None and copies.holds(tensor)]
+
+
+async def with_copies(
+    tensors: Sequence[Tensor | None],
+    indices: Sequence[int],
+    copy: Callable[[Sequence[Tensor]], Awaitable[list[Tensor]]],
+) -> list[Tensor | None]:
+    """``tensors`` with those at ``indices`` replaced by their copies."""
+    replaced = list(tensors)
+    sources = [tensor for index in indices if (tensor := tensors[index]) is not None]
+    for index, made in zip(indices, await copy(sources), strict=True):
+        replaced[index] = made
+    return replaced
 
 
 def _closed_error() -> TransportClosedError:
@@ -223,32 +276,74 @@ _Spec = tuple[torch.dtype, tuple[int, ...], bool]
 _Shared = tuple[dict[str, Any] | None, object]
 
 
-def copies_of(device: Device, name: str = "rrfp-copies") -> StreamCopies:
+def copies_of(device: Device, lane_class: CopyLaneClass, name: str = "rrfp-copies") -> DeviceCopies:
     """The copies of a rank's transport on ``device``; with those between processes, if it offers them."""
     if device.sharing is None:
-        return StreamCopies(device, name)
-    return SharingCopies(device, device.sharing, name)
+        return DeviceCopies(device, lane_class, name)
+    return SharesDeviceMemory(device, lane_class, device.sharing, name)
 
 
-class SharingCopies(StreamCopies):
-    """See :class:`rrfp.transports.SharesDeviceMemory`, whose methods it has."""
+class SharesDeviceMemory(DeviceCopies):
+    """Copies of a device whose memory other processes of the host can open.
 
-    def __init__(self, device: Device, sharing: DeviceSharing, name: str = "rrfp-copies") -> None:
-        super().__init__(device, name)
+    Args:
+        device: as for `DeviceCopies`.
+        lane_class: as for `DeviceCopies`.
+        sharing: opens the device's memory to other processes.
+        name: as for `DeviceCopies`.
+
+    Attributes:
+        sharing: the way in which memory is shared; both ends must have the same.
+    """
+
+    def __init__(
+        self, device: Device, lane_class: CopyLaneClass, sharing: DeviceSharing, name: str = "rrfp-copies"
+    ) -> None:
+        super().__init__(device, lane_class, name)
         self.sharing = sharing.name
         self._sharing = sharing
 
     async def share(self, tensors: Sequence[Tensor]) -> list[_Shared]:
-        """Fields for other processes, and what keeps the memory; a tensor that is not dense is copied first."""
+        """Let other processes open the memory of tensors that the device holds; returns when they may read it.
+
+        Args:
+            tensors: complete ones. One that is not dense is copied, on the device.
+
+        Returns:
+            For each tensor plain fields, and what must be kept until the other process has pulled it. An empty tensor
+            has no memory: None and None.
+
+        Raises:
+            OSError: some of the memory cannot be shared; says why.
+        """
         shared: list[_Shared] = await self._run("send", partial(_shared, self._sharing, tensors))
         return shared
 
     def check_shared(self, fields: Mapping[str, Any], num_bytes: int) -> None:
-        """Refuse fields of no shared tensor of ``num_bytes``: a FrameError without a peer."""
+        """Refuse fields that no `share` of a tensor returns. They come from the network.
+
+        Args:
+            fields: of one tensor.
+            num_bytes: its bytes.
+
+        Raises:
+            FrameError: without a peer; names the field.
+        """
         self._sharing.check(fields, num_bytes)
 
     async def pull(self, shared: Sequence[Mapping[str, Any] | None], specs: Sequence[_Spec]) -> list[Tensor]:
-        """Copies on the device of what other processes share."""
+        """Copy tensors out of another process's memory into this device's; returns when that is not read any more.
+
+        Args:
+            shared: checked fields, and None for each empty tensor.
+            specs: dtype, shape and requires_grad of each.
+
+        Returns:
+            Dense leaves in memory of their own.
+
+        Raises:
+            OSError: some of the memory cannot be opened; says why.
+        """
         pulled: list[Tensor] = await self._run("receive", partial(_pulled, self._device, self._sharing, shared, specs))
         return pulled
 

@@ -25,6 +25,7 @@ from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.tie_copies import Ties
 from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
@@ -350,7 +351,7 @@ class RankBuilder:
             connect_timeout_s=options["connect_timeout"],
             heartbeat_s=options["heartbeat"],
             patience_s=options["patience"],
-            copies=None if device is None else copies_of(device, f"rrfp-copies-{topology.rank}"),
+            copies=None if device is None else copies_of(device, StreamLane, f"rrfp-copies-{topology.rank}"),
         )
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp.devices.copies import DeviceCopies as DeviceCopies
+    from rrfp.devices.copies import SharesDeviceMemory as SharesDeviceMemory
     from rrfp.transports.announcements import Announcement as Announcement
     from rrfp.transports.base import Channel as Channel
     from rrfp.transports.base import DeliversMessages as DeliversMessages
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from rrfp.transports.base import Transport as Transport
     from rrfp.transports.base import TransportContext as TransportContext
     from rrfp.transports.base import TransportStatistics as TransportStatistics
-    from rrfp.transports.device_copies import DeviceCopies as DeviceCopies
-    from rrfp.transports.device_copies import SharesDeviceMemory as SharesDeviceMemory
     from rrfp.transports.flow import HomeLoop as HomeLoop
     from rrfp.transports.flow import Inbox as Inbox
     from rrfp.transports.flow import Window as Window
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 #: Every public name, by the module that defines it.
 _PUBLIC = {
+    "rrfp.devices.copies": ("DeviceCopies", "SharesDeviceMemory"),
     "rrfp.transports.announcements": ("Announcement",),
     "rrfp.transports.base": (
         "Channel",
@@ -61,7 +62,6 @@ _PUBLIC = {
         "TransportContext",
         "TransportStatistics",
     ),
-    "rrfp.transports.device_copies": ("DeviceCopies", "SharesDeviceMemory"),
     "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
     "rrfp.transports.pool": ("BufferPool",),
     "rrfp.transports.registry": ("create_transport",),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from rrfp.devices.copies import SharesDeviceMemory
 from rrfp.errors import RrfpError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Deliver, Loan, Message, Transport, TransportContext
 from rrfp.transports.by_peer import ByPeerTransport
-from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.flow import HomeLoop
 from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport

@@ -48,7 +48,7 @@ from rrfp.transports.secret import Secret, check_security
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rrfp.transports.device_copies import DeviceCopies
+    from rrfp.devices.copies import DeviceCopies
 
 
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rrfp.devices.copies import DeviceCopies, held_by, with_copies
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
 from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
 from rrfp.transports.pool import BufferPool
 from rrfp.transports.rendezvous import publish_in_time

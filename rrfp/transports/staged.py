@@ -20,9 +20,9 @@ from functools import partial
 
 from torch import Tensor
 
+from rrfp.devices.copies import DeviceCopies, held_by, with_copies
 from rrfp.errors import ConfigError, FrameError, TransportClosedError
 from rrfp.transports.base import Channel, LendsMemory, Loan, Message, Transport, TransportStatistics
-from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
 from rrfp.transports.flow import CLOSED, background
 from rrfp.transports.tensor_bytes import check_sendable, from_buffer
 

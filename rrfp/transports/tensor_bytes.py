@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError
-from rrfp.transports.device_copies import DeviceCopies
 
 #: Alignment of a received tensor's memory in bytes: a cache line, and the widest vector load.
 ALIGNMENT = 64

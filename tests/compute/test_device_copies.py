@@ -13,7 +13,8 @@ import torch
 from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
 from torch import Tensor
 
-from rrfp.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import TransportClosedError
 from rrfp.lab.device_double import DoubleDevice, DoubleError
 from rrfp.testing.transport_checks.pair import assert_same, running, soon, stays_pending
@@ -32,8 +33,8 @@ async def device() -> AsyncIterator[SeparateDouble]:
 
 
 @pytest_asyncio.fixture
-async def copies(device: SeparateDouble) -> AsyncIterator[StreamCopies]:
-    made = StreamCopies(device)
+async def copies(device: SeparateDouble) -> AsyncIterator[DeviceCopies]:
+    made = DeviceCopies(device, StreamLane)
     yield made
     made.close()
 
@@ -58,7 +59,7 @@ def samples() -> dict[str, Tensor]:
     }
 
 
-async def test_every_tensor_there_and_back(device: SeparateDouble, copies: StreamCopies) -> None:
+async def test_every_tensor_there_and_back(device: SeparateDouble, copies: DeviceCopies) -> None:
     names, sent = samples().keys(), list(samples().values())
     on_device = [put(device, tensor) for tensor in sent]
     on_host = await copies.to_host(on_device)
@@ -77,13 +78,13 @@ async def test_every_tensor_there_and_back(device: SeparateDouble, copies: Strea
         assert_same(arrived, tensor, name)
 
 
-async def test_copies_of_one_call_have_memory_of_their_own(device: SeparateDouble, copies: StreamCopies) -> None:
+async def test_copies_of_one_call_have_memory_of_their_own(device: SeparateDouble, copies: DeviceCopies) -> None:
     tensor = put(device, torch.ones(4))
     for made in (await copies.to_host([tensor, tensor]), await copies.copy([tensor, tensor], copies)):
         assert len({t.untyped_storage().data_ptr() for t in (tensor, *made)}) == 3
 
 
-async def test_no_copy_is_made_on_the_loop(device: SeparateDouble, copies: StreamCopies) -> None:
+async def test_no_copy_is_made_on_the_loop(device: SeparateDouble, copies: DeviceCopies) -> None:
     """Not even the one from ordinary into pinned memory."""
     names: set[str] = set()
     original = device.empty_on_host
@@ -98,7 +99,7 @@ async def test_no_copy_is_made_on_the_loop(device: SeparateDouble, copies: Strea
     assert names == {"rrfp-copies-receive", "rrfp-copies-send"}
 
 
-Call = Callable[[StreamCopies, Sequence[Tensor]], Any]
+Call = Callable[[DeviceCopies, Sequence[Tensor]], Any]
 CALLS: dict[str, Call] = {
     "to_host": lambda copies, tensors: copies.to_host(tensors),
     "to_device": lambda copies, tensors: copies.to_device(tensors),
@@ -109,7 +110,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_close_ends_the_waiting_call_and_refuses_others(call: Call) -> None:
     device = SeparateDouble(lambda count: 3600.0)
-    copies, tensor = StreamCopies(device), put(device, torch.ones(2))
+    copies, tensor = DeviceCopies(device, StreamLane), put(device, torch.ones(2))
     async with closing([device]), running(call(copies, [tensor])) as waiting:
         await stays_pending(waiting, "a copy was complete before the device had made it")
         del tensor  # the copy under way still reads it
@@ -125,7 +126,7 @@ async def test_close_ends_the_waiting_call_and_refuses_others(call: Call) -> Non
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_a_cancelled_copy_keeps_its_source_until_the_device_is_done(call: Call) -> None:
     device = DoubleDevice(lambda count: 3600.0)
-    copies = StreamCopies(device)
+    copies = DeviceCopies(device, StreamLane)
     async with closing([device]):
         cancelled = asyncio.create_task(call(copies, [torch.ones(2)]))
         async with running(call(copies, [torch.full((2,), 7.0)])) as behind:
@@ -145,7 +146,7 @@ async def test_a_cancelled_copy_keeps_its_source_until_the_device_is_done(call: 
 )
 async def test_a_failure_of_the_device_is_raised(call: Call) -> None:
     device = SeparateDouble()
-    copies, tensor = StreamCopies(device), put(device, torch.ones(2))
+    copies, tensor = DeviceCopies(device, StreamLane), put(device, torch.ones(2))
     async with closing([device]):
         await call(copies, [tensor])
         device.fail()
@@ -155,7 +156,7 @@ async def test_a_failure_of_the_device_is_raised(call: Call) -> None:
         copies.close()
 
 
-async def test_a_call_that_cannot_allocate_leaves_the_others(device: SeparateDouble, copies: StreamCopies) -> None:
+async def test_a_call_that_cannot_allocate_leaves_the_others(device: SeparateDouble, copies: DeviceCopies) -> None:
     tensor, original = put(device, torch.ones(2)), device.empty_on_host
 
     def full(tensor: Tensor) -> Tensor:
@@ -170,6 +171,6 @@ async def test_a_call_that_cannot_allocate_leaves_the_others(device: SeparateDou
 
 async def test_nothing_starts_before_the_first_copy(device: SeparateDouble) -> None:
     before = threading.active_count()
-    copies = StreamCopies(device)
+    copies = DeviceCopies(device, StreamLane)
     copies.close()
     assert threading.active_count() == before

@@ -17,7 +17,8 @@ from compute.separate_double import closing
 from fork_server import context, fork_server
 from torch import Tensor
 
-from rrfp.devices.copies import SharingCopies, copies_of
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import copies_of
 from rrfp.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError
 from rrfp.lab.device_double import DoubleDevice
@@ -33,10 +34,10 @@ def spec(tensor: Tensor) -> TensorSpec:
 
 
 @asynccontextmanager
-async def two(*seconds: float) -> AsyncIterator[tuple[list[DoubleDevice], list[SharingCopies]]]:
+async def two(*seconds: float) -> AsyncIterator[tuple[list[DoubleDevice], list[SharesDeviceMemory]]]:
     """Two doubles, whose blocks take so long, and their copies."""
     devices = [DoubleDevice(s) for s in seconds or (0.001, 0.001)]
-    copies = [copies_of(device) for device in devices]
+    copies = [copies_of(device, StreamLane) for device in devices]
     assert all(isinstance(each, SharesDeviceMemory) for each in copies)
     try:
         async with closing(devices):

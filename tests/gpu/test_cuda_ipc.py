@@ -18,7 +18,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from under_torchrun import reports
 
 from benchmarks.gpu.target import Target, open_target
-from rrfp.devices.copies import SharingCopies, copies_of
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import SharesDeviceMemory, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, TransportContext
@@ -48,7 +49,14 @@ def test_gradients_have_the_bits_of_staging(ranks: int, target: Target, record_p
 def transport_over(target: Target, rank: int, store: str) -> CudaIpcTransport:
     rendezvous = StoreRendezvous(FileStore(store, 2), run_id="kills")
     return CudaIpcTransport(
-        TransportContext(rank, (1 - rank,), "kills", rendezvous, copies=copies_of(target.device), patience_s=5.0)
+        TransportContext(
+            rank,
+            (1 - rank,),
+            "kills",
+            rendezvous,
+            copies=copies_of(target.device, StreamLane),
+            patience_s=5.0,
+        )
     )
 
 
@@ -119,7 +127,8 @@ async def until_lost(transport: CudaIpcTransport, messages: list[Message]) -> Pe
 def hold_pulls(target: Target, transport: CudaIpcTransport) -> None:
     """Keep the device's stream of pulls busy for some time, so that the death comes before the next one's end."""
     copies = transport.context.copies
-    assert isinstance(copies, SharingCopies)
+    assert isinstance(copies, SharesDeviceMemory)
+    receiving: Any = copies._lanes["receive"]
     if target.is_cuda:
-        with copies._lanes["receive"]._stream.issuing():
+        with receiving._stream.issuing():
             torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]

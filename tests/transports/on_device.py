@@ -14,6 +14,7 @@ import zmq
 from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
 from torch import Tensor
 
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
 from rrfp.devices.copies import copies_of
 from rrfp.devices.cuda import CudaDevice
@@ -85,7 +86,7 @@ def over(
         if is_shared:
             devices = devices[:1] * options.ranks
         contexts = [
-            replace(context, copies=copies_of(device))
+            replace(context, copies=copies_of(device, StreamLane))
             for context, device in zip(makers.contexts(options), devices, strict=True)
         ]
         inner = [make(context) for context in contexts]

@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rrfp.devices.copies import StreamCopies, copies_of
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data
@@ -36,11 +37,11 @@ def serve(name: str, role: str, store: str, reports: Connection) -> None:
     asyncio.run(_main(name, role, store, reports))
 
 
-def copies_for(name: str, role: str = "") -> StreamCopies | None:
+def copies_for(name: str, role: str = "") -> DeviceCopies | None:
     """Of a double, for a transport between devices; in the role "stuck" it completes nothing after the start."""
     if name != "cuda_ipc":
         return None
-    return copies_of(DoubleDevice(stuck_after_trial if role == "stuck" else 0.0))
+    return copies_of(DoubleDevice(stuck_after_trial if role == "stuck" else 0.0), StreamLane)
 
 
 def stuck_after_trial(count: int) -> float:

@@ -13,6 +13,7 @@ from compute.separate_double import SeparateDouble, check_races, closing
 from torch import Tensor
 from transports.peer_process import stuck_after_trial
 
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import copies_of
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.testing.transport_checks import PairOptions
@@ -36,7 +37,7 @@ class Ends:
         options = PairOptions(ranks=len(devices))
         contexts = makers.contexts(options, **({"rendezvous": makers.Store()} | changes))
         self.contexts = [
-            replace(context, copies=None if device is None else copies_of(device))
+            replace(context, copies=None if device is None else copies_of(device, StreamLane))
             for context, device in zip(contexts, devices, strict=True)
         ]
         self.ranks: list[Transport] = [auto_transport(context) for context in self.contexts]

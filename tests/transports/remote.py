@@ -23,6 +23,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.makers import RUN_ID, contexts, injecting_datagrams, started
 from transports.on_device import OnDevice, carrier_of
 
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
 from rrfp.devices.copies import copies_of
 from rrfp.devices.cuda import CudaDevice
@@ -122,7 +123,7 @@ def _make(kind: str, context: TransportContext) -> tuple[Transport, Device | Non
     if kind == "shm":
         return ShmTransport(context), None
     device = CudaDevice() if kind == "cuda" else SeparateDouble(0.0)
-    return OnDevice(CudaIpcTransport(replace(context, copies=copies_of(device))), device), device
+    return OnDevice(CudaIpcTransport(replace(context, copies=copies_of(device, StreamLane))), device), device
 
 
 def _injecting(transport: Transport) -> Any:

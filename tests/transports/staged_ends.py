@@ -14,8 +14,9 @@ from compute.separate_double import SeparateDouble, check_races, closing, put
 from torch import Tensor
 from transports.on_device import CpuOnlyInproc
 
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
-from rrfp.devices.copies import StreamCopies
+from rrfp.devices.copies import DeviceCopies
 from rrfp.transports.base import Transport, TransportContext
 from rrfp.transports.staged import staged
 from rrfp.transports.zmq.transport import ZmqTransport
@@ -27,11 +28,11 @@ def zmq(context: TransportContext) -> Transport:
     return ZmqTransport(context, "ipc")
 
 
-class GatedCopies(StreamCopies):
+class GatedCopies(DeviceCopies):
     """Copies that begin when the test allows it."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(device)
+        super().__init__(device, StreamLane)
         self.gate = asyncio.Event()
         self.gate.set()
 

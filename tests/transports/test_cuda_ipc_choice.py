@@ -16,6 +16,7 @@ from transports.pulled_ends import Ends, ends, kinds, refusing
 from transports.staged_ends import is_on, on
 
 from rrfp import timeouts
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import copies_of
 from rrfp.testing.transport_checks.pair import (
     assert_same,
@@ -32,7 +33,7 @@ from rrfp.transports.staged import StagedTransport
 
 def test_auto_pulls_where_ranks_are_processes_with_devices() -> None:
     left, _ = makers.contexts()
-    with_device = replace(left, copies=copies_of(SeparateDouble()))
+    with_device = replace(left, copies=copies_of(SeparateDouble(), StreamLane))
     assert isinstance(auto_transport(with_device), InprocTransport)
     apart = replace(with_device, rendezvous=makers.Store())
     transport = auto_transport(apart)

@@ -18,7 +18,7 @@ from transports.connected_peer import connected, next_loss
 from transports.peer_process import LARGE_BYTES, RUN_ID, STREAMED_BYTES, send_without_end
 from transports.shm_state import descriptors, mappings, until
 
-from rrfp.devices.copies import SharingCopies
+from rrfp.devices.copies import SharesDeviceMemory
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data, index_of, soon
@@ -154,7 +154,7 @@ async def test_a_sender_killed_while_its_memory_is_pulled_is_one_loss(store: str
     """This rank's device never completes the pull, so the death comes in the middle of it."""
     async with connected(store, "cuda_ipc", "stream", own_role="stuck") as (transport, process):
         pulls, copies = pulls_of(transport), transport.context.copies
-        assert isinstance(copies, SharingCopies)
+        assert isinstance(copies, SharesDeviceMemory)
         device = copies._device
         assert isinstance(device, DoubleDevice)
         async with asyncio.timeout(20):

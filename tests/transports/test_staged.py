@@ -14,7 +14,8 @@ from torch import Tensor
 from transports.on_device import CpuOnlyInproc, over
 from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
-from rrfp.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double import DoubleEvent
 from rrfp.testing.order import reordered
@@ -62,7 +63,7 @@ async def test_a_rank_on_the_cpu_talks_to_one_on_a_device(
 
 def test_what_carries_the_device_is_not_wrapped() -> None:
     (context, _), device = makers.contexts(), SeparateDouble()
-    with_device = replace(context, copies=StreamCopies(device))
+    with_device = replace(context, copies=DeviceCopies(device, StreamLane))
     inproc = InprocTransport(with_device)
     assert staged(inproc, with_device.copies) is inproc
     assert staged(ZmqTransport(context), None).carries == {"cpu"}
@@ -183,14 +184,14 @@ def test_messages_without_device_tensors_pass_as_they_are() -> None:
             sent.append(message)
 
     message = data(torch.ones(2), None)
-    asyncio.run(StagedTransport(Recording(context), StreamCopies(SeparateDouble())).send(1, message))
+    asyncio.run(StagedTransport(Recording(context), DeviceCopies(SeparateDouble(), StreamLane)).send(1, message))
     assert sent[0] is message
 
 
 async def test_three_ranks_of_which_one_computes_on_the_cpu() -> None:
     device = SeparateDouble()
     contexts = makers.contexts(PairOptions(ranks=3))
-    copies = [None, StreamCopies(device), StreamCopies(device)]
+    copies = [None, DeviceCopies(device, StreamLane), DeviceCopies(device, StreamLane)]
     ranks = [InprocTransport(replace(c, copies=own)) for c, own in zip(contexts, copies, strict=True)]
     async with closing([device]), makers.started(*ranks):
         for receiver in (0, 2):

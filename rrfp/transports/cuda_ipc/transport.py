@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from rrfp.devices.copies import SharesDeviceMemory, held_by
 from rrfp.errors import FrameError, RrfpError, TransportClosedError, TransportError
 from rrfp.log import get_logger
 from rrfp.transports.auto import AutoTransport, log_choice
@@ -29,7 +30,6 @@ from rrfp.transports.cuda_ipc.announcements import (
     shared_announcement,
 )
 from rrfp.transports.cuda_ipc.trial import try_pulls
-from rrfp.transports.device_copies import SharesDeviceMemory, held_by
 from rrfp.transports.flow import HomeLoop, settle
 from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.host_choice import HostChoice

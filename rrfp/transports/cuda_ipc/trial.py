@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
+from rrfp.devices.copies import SharesDeviceMemory
 from rrfp.errors import FrameError, TransportClosedError
 from rrfp.transports.base import TransportContext
-from rrfp.transports.device_copies import SharesDeviceMemory
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.host_choice import lookup_peer
 from rrfp.transports.rendezvous import publish_in_time
