@@ -1,4 +1,4 @@
-"""Tensors from this process to another one on the same device: pulled, and staged through host memory, in turns."""
+"""Tensors from this process to another one on the same device: by slots, and staged through host memory, in turns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from rrfp.devices.copies import copies_of
 from rrfp.errors import PeerLostError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import StoreRendezvous
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.staged import staged
 
-#: Pulled, and staged.
+#: By slots of device memory, and staged.
 WAYS = ("cuda_ipc", "shm")
 
 #: Bytes of the messages whose host time is measured.
@@ -42,12 +43,12 @@ class Between:
     """Messages between two processes.
 
     Attributes:
-        is_pulled: whether the trial at the start worked; else both ways are staged.
+        has_slots: whether the trial at the start worked; else both ways are staged.
         rates: from sending a tensor to the other end's answer that it is there.
         host_s: by way, seconds of this process's CPU time to send a small tensor and receive the answer.
     """
 
-    is_pulled: bool
+    has_slots: bool
     rates: list[Rate]
     host_s: Mapping[str, float]
 
@@ -80,9 +81,9 @@ async def _measure(target: Target, store: str, sizes: tuple[int, ...], repeats: 
             rates += [Rate(way, num_bytes, statistics.median(samples[way][2:])) for way in WAYS]
         small = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=target.where)
         host_s = {way: await _host_s(end, small, messages) for way, end in ends.items()}
-        pulling = ends["cuda_ipc"]
-        assert isinstance(pulling, CudaIpcTransport)
-        return Between(isinstance(pulling._by_peer[1], PulledTransport), rates, host_s)
+        sharing = ends["cuda_ipc"]
+        assert isinstance(sharing, CudaIpcTransport)
+        return Between(isinstance(sharing._links[1], TunnelLink), rates, host_s)
 
 
 async def _host_s(end: Transport, tensor: Tensor, messages: int) -> float:

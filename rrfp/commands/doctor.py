@@ -134,7 +134,7 @@ def choices() -> Mapping[str, str]:
         way = (
             f"{staging}, since {obstacle}"
             if obstacle
-            else f"pulled within this host (cuda_ipc) where a trial at the start works, else {staging}"
+            else f"by shared device memory within this host (cuda_ipc) where a trial at the start works, else {staging}"
         )
         lines["on cuda"] = f"StreamLane, depth {StreamLane(device).depth}; {transports}; tensors {way}"
     return lines
@@ -142,15 +142,11 @@ def choices() -> Mapping[str, str]:
 
 def sharing_obstacle(device: Device) -> str:
     """Why no other process can open memory of ``device``; empty if this one can share it."""
-    import torch
-
     if device.sharing is None:
         return "its memory cannot be shared between processes"
     try:
-        with (stream := device.stream()).issuing():
-            shared = device.sharing.share(device.empty(torch.empty(1 << 10, dtype=torch.uint8, device="meta")))
-        stream.record().synchronize()
-        del shared
+        with device.stream().issuing():
+            device.sharing.allocate(_TRIED_BYTES).close(is_open_elsewhere=False)
     except Exception as error:  # a device may raise anything
         return " ".join(f"its memory cannot be shared ({type(error).__name__}: {error}".split())[:200] + ")"
     return ""
@@ -185,6 +181,9 @@ def _driver_versions() -> tuple[str | None, str | None]:
 
 
 _NUM_ROUND_TRIPS = 100
+
+#: Of device memory whose sharing is tried.
+_TRIED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +294,9 @@ def _auto() -> str:
 def _collective() -> str:
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        raise RuntimeError("this torch was built without gloo")
-    nccl = "NCCL between GPUs was not run on several of them" if distributed.is_nccl_available() else "no NCCL"
-    return f"experimental, only by name; {_round_trip('collective')()} with gloo; {nccl}"
+    if not (distributed.is_available() and distributed.is_nccl_available()):
+        raise RuntimeError("this torch was built without NCCL")
+    return "experimental, only by name: between CUDA devices; not run on several of them"
 
 
 async def _round_trip_s(transport: str) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.devices.base import CopyLane, CopyLaneClass, Device
-from rrfp.devices.sharing import DeviceSharing
+from rrfp.devices.sharing import DeviceSharing, Part, SharedMemory
 from rrfp.errors import TransportClosedError
 from rrfp.log import get_logger
 
@@ -89,10 +89,17 @@ class HostRegions:
         return region if region is not None and region.pin() else None
 
 
+#: Dtype, shape and requires_grad of a tensor.
+Spec = tuple[torch.dtype, tuple[int, ...], bool]
+
 _Result = TypeVar("_Result")
 
-#: The copies, and the tensors that must live until these are complete.
-_Copied = tuple[list[Tensor], object]
+#: A call on a lane: appends what must live until its copies are complete.
+_Call = Callable[[list[object]], _Result]
+
+#: What calls that failed with their device had kept. torch before 2.15 ends the process where pinned memory is freed
+#: after such a failure.
+_never_freed: list[list[object]] = []
 
 
 class DeviceCopies:
@@ -143,24 +150,28 @@ class DeviceCopies:
         """
         return self._regions.add(memory)
 
-    async def to_host(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+    async def to_host(
+        self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None, *, peer: int | None = None
+    ) -> list[Tensor]:
         """Copy tensors of the device into pooled pinned memory, or into that of given tensors.
 
         Args:
             tensors: dense ones that the device holds.
             into: tensors with the same dtypes and shapes, contiguous. Cancelled, the call may still write to them.
+            peer: the rank that they are for.
         """
         if into is None:
-            return await self._run("send", partial(_copied, self._device.empty_on_host, tensors))
-        return await self._run("send", partial(_copied_into, self._regions, tensors, into))
+            return await self._run("send", peer, partial(_copied, self._device.empty_on_host, tensors))
+        return await self._run("send", peer, partial(_copied_into, self._regions, tensors, into))
 
-    async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    async def to_device(self, tensors: Sequence[Tensor], *, peer: int | None = None) -> list[Tensor]:
         """Copy tensors into the device's memory. Where another stream uses them, their memory must be noted there.
 
         Args:
             tensors: dense ones on the CPU, in any memory.
+            peer: the rank that they came from.
         """
-        return await self._run("receive", partial(_to_device, self._device, self._regions, tensors))
+        return await self._run("receive", peer, partial(_to_device, self._device, self._regions, tensors))
 
     async def copy(self, tensors: Sequence[Tensor], target: DeviceCopies) -> list[Tensor]:
         """Copy tensors of the device into the memory of the same or another device, without the host's.
@@ -169,7 +180,15 @@ class DeviceCopies:
             tensors: dense ones that the device holds.
             target: of the rank that will own the copies, in this process.
         """
-        return await self._run("send", partial(_copied, target._device.empty, tensors))
+        return await self._run("send", None, partial(_copied, target._device.empty, tensors))
+
+    def new_lane(self, name: str) -> CopyLane:
+        """A lane of its own on the device, for other work of a transport; not started, and the caller's to close.
+
+        Args:
+            name: of its thread.
+        """
+        return self._lane_class(self._device, name, is_urgent=True)
 
     def close(self) -> None:
         """Make waiting and later calls raise. May be called twice; never waits: copies under way end by themselves."""
@@ -181,15 +200,17 @@ class DeviceCopies:
                 with suppress(RuntimeError):  # the loop has ended
                     future.set_exception(_closed_error())
 
-    async def _run(self, direction: str, call: Callable[[], tuple[_Result, object]]) -> _Result:
-        """The first result of a call on a lane, once the device has done its work."""
+    async def _run(self, direction: str, peer: int | None, call: _Call[_Result]) -> _Result:
+        """The result of a call on a lane, once the device has done its work."""
         if self._closed:
             raise _closed_error()
-        lane = self._lanes.get(direction)
+        name = f"{self._name}-{direction}" if peer is None else f"{self._name}-{direction}-{peer}"
+        lane = self._lanes.get(name)
         if lane is None:
-            lane = self._lanes[direction] = self._lane_class(self._device, f"{self._name}-{direction}", is_urgent=True)
+            lane = self._lanes[name] = self.new_lane(name)
             lane.start()
-        future = lane.enqueue(call)
+        kept: list[object] = []
+        future = lane.enqueue(partial(_call, call, kept))
         del call
         self._pending.add(future)
         try:
@@ -197,6 +218,7 @@ class DeviceCopies:
         except (TransportClosedError, OSError):  # the latter of memory, whose device works
             raise
         except Exception:
+            _never_freed.append(kept)
             # A failed device fails everything on it. The lane of the tasks knows which one was at fault.
             await asyncio.sleep(timeouts.DEVICE_VERDICT_S)
             raise
@@ -204,6 +226,11 @@ class DeviceCopies:
             self._pending.discard(future)
         result: _Result = execution.result[0]
         return result
+
+
+def _call(call: _Call[_Result], kept: list[object]) -> tuple[_Result, list[object]]:
+    """The call's result, and what the lane has to keep until the device has done its work."""
+    return call(kept), kept
 
 
 def held_by(copies: DeviceCopies, tensors: Sequence[Tensor | None]) -> list[int]:
@@ -228,28 +255,30 @@ def _closed_error() -> TransportClosedError:
     return TransportClosedError("the transport is closed")
 
 
-def _copied(empty: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> _Copied:
+def _copied(empty: Callable[[Tensor], Tensor], tensors: Sequence[Tensor], kept: list[object]) -> list[Tensor]:
     """Copies in memory that ``empty`` makes."""
-    copies = []
+    copies: list[Tensor] = []
+    kept += (tensors, copies)
     for tensor in tensors:
         source = dense(tensor)
         copy = empty(source)
         copy.copy_(source, non_blocking=True)
         copies.append(copy.requires_grad_(tensor.requires_grad))
-    return copies, tensors
+    return copies
 
 
-def _copied_into(regions: HostRegions, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> _Copied:
+def _copied_into(
+    regions: HostRegions, tensors: Sequence[Tensor], into: Sequence[Tensor], kept: list[object]
+) -> list[Tensor]:
     """Copies in memory of a transport, which is pinned now if it was not."""
-    handles = [regions.pinned_around(target) for target in into]
+    kept += (tensors, into, [regions.pinned_around(target) for target in into])
     for tensor, target in zip(tensors, into, strict=True):
         target.copy_(dense(tensor), non_blocking=True)
-    copies = [target.detach().requires_grad_(t.requires_grad) for target, t in zip(into, tensors, strict=True)]
-    return copies, (tensors, into, handles)
+    return [target.detach().requires_grad_(t.requires_grad) for target, t in zip(into, tensors, strict=True)]
 
 
-def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor]) -> _Copied:
-    copies, sources = [], []
+def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor], kept: list[object]) -> list[Tensor]:
+    copies = []
     for tensor in tensors:
         source = pinned = dense(tensor)
         handle = regions.pinned_around(source)
@@ -257,23 +286,16 @@ def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor]) 
             pinned = device.empty_on_host(source)
             pinned.copy_(source)
         copy = device.empty(pinned)
+        kept += (tensor, pinned, handle)
         copy.copy_(pinned, non_blocking=True)
         copies.append(copy.requires_grad_(tensor.requires_grad))
-        sources.append((pinned, handle))
-    return copies, (tensors, sources)
+    return copies
 
 
 def dense(tensor: Tensor) -> Tensor:
     """The values in row-major memory and without a graph; a new tensor on its device unless they lie so."""
     # Where a copy to the host has to conjugate, torch does so on the host, before an asynchronous copy has arrived.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-#: Dtype, shape and requires_grad of a tensor.
-_Spec = tuple[torch.dtype, tuple[int, ...], bool]
-
-#: The fields of a shared tensor, and what keeps its memory; None and None of an empty one.
-_Shared = tuple[dict[str, Any] | None, object]
 
 
 def copies_of(device: Device, lane_class: CopyLaneClass, name: str = "rrfp-copies") -> DeviceCopies:
@@ -284,12 +306,16 @@ def copies_of(device: Device, lane_class: CopyLaneClass, name: str = "rrfp-copie
 
 
 class SharesDeviceMemory(DeviceCopies):
-    """Copies of a device whose memory other processes of the host can open.
+    """Copies of a device that has memory which other processes of the host can open.
+
+    A process makes such memory and publishes its fields, and another one opens it. Tensors pass through it in parts:
+    the first process writes them and says so, the other one reads them and says so. Nothing else keeps the two from
+    using the same bytes at once.
 
     Args:
         device: as for `DeviceCopies`.
         lane_class: as for `DeviceCopies`.
-        sharing: opens the device's memory to other processes.
+        sharing: makes and opens the memory.
         name: as for `DeviceCopies`.
 
     Attributes:
@@ -303,72 +329,121 @@ class SharesDeviceMemory(DeviceCopies):
         self.sharing = sharing.name
         self._sharing = sharing
 
-    async def share(self, tensors: Sequence[Tensor]) -> list[_Shared]:
-        """Let other processes open the memory of tensors that the device holds; returns when they may read it.
+    async def share(self, num_bytes: int, *, peer: int | None = None) -> SharedMemory:
+        """Make memory that another process can open by its ``fields``.
 
         Args:
-            tensors: complete ones. One that is not dense is copied, on the device.
-
-        Returns:
-            For each tensor plain fields, and what must be kept until the other process has pulled it. An empty tensor
-            has no memory: None and None.
+            num_bytes: its size.
+            peer: the rank that it is for.
 
         Raises:
-            OSError: some of the memory cannot be shared; says why.
+            OSError: there is none; says why.
         """
-        shared: list[_Shared] = await self._run("send", partial(_shared, self._sharing, tensors))
-        return shared
+        return await self._run("send", peer, lambda kept: self._sharing.allocate(num_bytes))
 
-    def check_shared(self, fields: Mapping[str, Any], num_bytes: int) -> None:
-        """Refuse fields that no `share` of a tensor returns. They come from the network.
+    def check_shared(self, fields: Mapping[str, Any]) -> int:
+        """Refuse fields that no shared memory has. They come from the network.
 
         Args:
-            fields: of one tensor.
-            num_bytes: its bytes.
+            fields: of the memory.
+
+        Returns:
+            Its size in bytes.
 
         Raises:
             FrameError: without a peer; names the field.
         """
-        self._sharing.check(fields, num_bytes)
+        return self._sharing.check(fields)
 
-    async def pull(self, shared: Sequence[Mapping[str, Any] | None], specs: Sequence[_Spec]) -> list[Tensor]:
-        """Copy tensors out of another process's memory into this device's; returns when that is not read any more.
+    async def open_shared(self, fields: Mapping[str, Any], *, peer: int | None = None) -> SharedMemory:
+        """Open another process's memory.
 
         Args:
-            shared: checked fields, and None for each empty tensor.
-            specs: dtype, shape and requires_grad of each.
-
-        Returns:
-            Dense leaves in memory of their own.
+            fields: checked ones.
+            peer: the rank whose it is.
 
         Raises:
-            OSError: some of the memory cannot be opened; says why.
+            OSError: it cannot be opened; says why.
         """
-        pulled: list[Tensor] = await self._run("receive", partial(_pulled, self._device, self._sharing, shared, specs))
-        return pulled
+        return await self._run("receive", peer, lambda kept: self._sharing.open(fields))
+
+    async def close_shared(
+        self, memory: SharedMemory, *, is_open_elsewhere: bool = True, peer: int | None = None
+    ) -> None:
+        """Use memory of `share` or `open_shared` no more; after a read of it has returned.
+
+        Args:
+            memory: of `share`, if no other process reads it any more, or of `open_shared`.
+            is_open_elsewhere: whether another process may have memory of `share` open.
+            peer: the same rank.
+        """
+        await self._run("send", peer, lambda kept: memory.close(is_open_elsewhere=is_open_elsewhere))
+
+    async def write(
+        self, memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[Part], *, peer: int | None = None
+    ) -> list[Tensor]:
+        """Copy parts of tensors into shared memory.
+
+        Args:
+            memory: of `share`.
+            tensors: complete ones that the device holds.
+            parts: of them, and where in the memory.
+            peer: the rank that reads them.
+
+        Returns:
+            The dense bytes of each tensor: in place of the tensors, for a call with further parts.
+        """
+        return await self._run("send", peer, partial(_written, memory, tensors, parts))
+
+    async def read(
+        self,
+        memory: SharedMemory,
+        specs: Sequence[Spec],
+        parts: Sequence[Part],
+        into: Sequence[Tensor] | None = None,
+        *,
+        peer: int | None = None,
+    ) -> list[Tensor]:
+        """Copy parts of tensors out of shared memory.
+
+        Args:
+            memory: of `open_shared`.
+            specs: dtype, shape and requires_grad of each tensor.
+            parts: of them, and where in the memory.
+            into: what the call with the first parts returned; None for that call.
+            peer: the rank that wrote them.
+
+        Returns:
+            A dense leaf for each spec, in memory of its own on the device. They require no grad yet, since further
+            parts may be written into them.
+        """
+        return await self._run("receive", peer, partial(_read, self._device, memory, specs, parts, into))
 
 
-def _shared(sharing: DeviceSharing, tensors: Sequence[Tensor]) -> tuple[list[_Shared], object]:
-    return [sharing.share(dense(tensor)) if tensor.numel() else (None, None) for tensor in tensors], tensors
+def _written(
+    memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[Part], kept: list[object]
+) -> list[Tensor]:
+    flat = [_bytes_of(dense(tensor)) for tensor in tensors]
+    kept += (tensors, flat)
+    kept += [memory.write(part.place, flat[part.tensor][part.start : part.stop]) for part in parts]
+    return flat
 
 
-def _pulled(
-    device: Device, sharing: DeviceSharing, shared: Sequence[Mapping[str, Any] | None], specs: Sequence[_Spec]
-) -> tuple[list[Tensor], object]:
-    """Copies of other processes' memory, which is dropped here: dropping it waits for the current stream, this one."""
-    opened: list[Tensor] = []
-    copies: list[Tensor] = []
-    try:
-        for fields, (dtype, shape, _) in zip(shared, specs, strict=True):
-            copies.append(device.empty(torch.empty(shape, dtype=dtype, device="meta")))
-            if fields is not None:
-                opened.append(sharing.open(fields))
-                copies[-1].reshape(-1).view(torch.uint8).copy_(opened[-1], non_blocking=True)
-    finally:
-        try:
-            end = device.current_stream().record()
-            end.synchronize()
-            end.release()
-        finally:
-            opened.clear()
-    return [copy.requires_grad_(spec[2]) for copy, spec in zip(copies, specs, strict=True)], None
+def _read(
+    device: Device,
+    memory: SharedMemory,
+    specs: Sequence[Spec],
+    parts: Sequence[Part],
+    into: Sequence[Tensor] | None,
+    kept: list[object],
+) -> list[Tensor]:
+    if into is None:
+        into = [device.empty(torch.empty(shape, dtype=dtype, device="meta")) for dtype, shape, _ in specs]
+    kept += (into,)
+    flat = list(map(_bytes_of, into))
+    kept += [memory.read(part.place, flat[part.tensor][part.start : part.stop]) for part in parts]
+    return list(into)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,32 +1,108 @@
-"""CUDA's IPC: the only place that uses torch's private calls for it. NOT RUN on CUDA yet.
+"""CUDA's IPC: memory from cudaMalloc, which other processes map. NOT RUN on CUDA yet.
 
-torch counts the openings of a shared storage, so that its memory is not reused before the other process has dropped it.
-Its fields (torch 2.13): device, handle of the allocation, bytes of the storage, its offset in the allocation, name of
-the file of counters and place in it, handle of an event behind the work so far, and whether to wait for that.
+Calls go to CUDA's runtime library by ctypes, which lets other Python threads run meanwhile; torch's own way shares
+memory of its allocator, whose handles would be opened and closed for each tensor. Memory that another process may have
+open is not freed, since CUDA promises nothing then: this process's next pipelines use it again.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from functools import partial
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rrfp.devices.sharing import DeviceSharing, check_fields, integer, refuse
+from rrfp.devices.sharing import DeviceSharing, SharedMemory
+from rrfp.errors import FrameError
+from rrfp.plain import Reader, blob, fields_of, whole
 
-#: Version, type, and CUDA's 64 bytes.
-_HANDLE_LENGTH = 66
-_EVENT_LENGTH = 64
+_HANDLE_BYTES = 64
 
-#: The type of a handle of memory from cudaMalloc. Other allocations are opened by a descriptor of the other process.
-_FROM_MALLOC = b"c"
+#: cudaMemcpyDefault: the addresses say where the memory is.
+_BY_ADDRESS = 4
 
-#: torch's names of files with counters, and the number of counters in one.
-_COUNTERS = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-_MOST_COUNTERS = 10_000
+#: cudaIpcMemLazyEnablePeerAccess: the memory may be another GPU's.
+_WITH_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+_POINTER = ctypes.c_void_p
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cudaMalloc": (ctypes.POINTER(_POINTER), ctypes.c_size_t),
+    "cudaFree": (_POINTER,),
+    "cudaIpcGetMemHandle": (ctypes.POINTER(_Handle), _POINTER),
+    "cudaIpcOpenMemHandle": (ctypes.POINTER(_POINTER), _Handle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (_POINTER,),
+    "cudaMemcpyAsync": (_POINTER, _POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER),
+    "cudaGetLastError": (),
+}
+
+
+@cache
+def _library() -> Any:
+    """CUDA's runtime library as torch has loaded it."""
+    # torch loads it with global symbols. Where it did not, its file is mapped all the same.
+    library: Any = ctypes.CDLL(None)
+    if not hasattr(library, "cudaIpcGetMemHandle"):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        path = next((line.split(maxsplit=5)[5] for line in lines if "libcudart" in line), None)
+        if path is None:
+            raise OSError("this process has no CUDA runtime library (libcudart) that can be called")
+        library = ctypes.CDLL(path)
+    for name, arguments in _ARGUMENTS.items():
+        getattr(library, name).argtypes = arguments
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(error: Callable[[str], Exception], name: str, *arguments: Any) -> None:
+    library = _library()
+    if status := getattr(library, name)(*arguments):
+        library.cudaGetLastError()  # else the next kernel that torch launches on this thread would raise it
+        raise error(f"{name}: {library.cudaGetErrorString(status).decode(errors='replace')}")
+
+
+class CudaMemory(SharedMemory):
+    """At an address."""
+
+    def __init__(self, index: int, address: int, num_bytes: int, fields: Mapping[str, Any], *, is_own: bool) -> None:
+        self.num_bytes = num_bytes
+        self.fields = fields
+        self._index = index
+        self._address = address
+        self._is_own = is_own
+
+    def write(self, start: int, source: Tensor) -> object:
+        """See `SharedMemory.write`."""
+        return self._copy(self._address + start, source.data_ptr(), source)
+
+    def read(self, start: int, target: Tensor) -> object:
+        """See `SharedMemory.read`."""
+        return self._copy(target.data_ptr(), self._address + start, target)
+
+    def _copy(self, target: int, source: int, tensor: Tensor) -> Tensor:
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        _call(RuntimeError, "cudaMemcpyAsync", target, source, tensor.nbytes, _BY_ADDRESS, stream)
+        return tensor
+
+    def close(self, *, is_open_elsewhere: bool = True) -> None:
+        """See `SharedMemory.close`."""
+        if not self._is_own:
+            _call(OSError, "cudaIpcCloseMemHandle", self._address)
+        elif is_open_elsewhere:
+            _idle[self._index, self.num_bytes].append((self._address, self.fields["handle"]))
+        else:
+            _call(OSError, "cudaFree", self._address)
 
 
 class CudaSharing(DeviceSharing):
@@ -37,88 +113,33 @@ class CudaSharing(DeviceSharing):
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
-        """See `DeviceSharing.share`."""
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """See `DeviceSharing.allocate`."""
         try:
-            fields = self._share(tensor)
-        except RuntimeError:
-            # Memory that came from another process, or of another allocator: a copy is torch's own.
-            try:
-                tensor = tensor.clone()
-                fields = self._share(tensor)
-            except RuntimeError as error:
-                raise OSError(f"torch cannot share this memory: {_first_line(error)}") from error
-        return fields, tensor
+            address, handle = _idle[self._index, num_bytes].pop()
+        except IndexError:
+            address, handle = _new_memory(num_bytes)
+        return CudaMemory(self._index, address, num_bytes, {"handle": handle, "size": num_bytes}, is_own=True)
 
-    def _share(self, tensor: Tensor) -> dict[str, Any]:
-        shared: Any = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        _, handle, size, offset, counters, counter, event, waits = shared
-        if len(handle) != _HANDLE_LENGTH or handle[1:2] != _FROM_MALLOC:
-            # Shared already: without this, torch would keep the memory until another process has dropped it.
-            torch.UntypedStorage._release_ipc_counter_cuda(counters, counter)
-            raise OSError("it is no memory from cudaMalloc (expandable segments cannot be shared)")
-        return {
-            "handle": handle,
-            "size": size,
-            "offset": offset,
-            "counters": counters,
-            "counter": counter,
-            "event": event,
-            "waits": waits,
-            "start": tensor.storage_offset() * tensor.itemsize,
-            "length": tensor.nbytes,
-        }
+    def check(self, fields: Mapping[str, Any]) -> int:
+        """See `DeviceSharing.check`. A handle of nothing cannot be seen here: CUDA refuses to open it."""
+        readers: dict[str, Reader] = {"handle": partial(blob, length=_HANDLE_BYTES), "size": partial(whole, least=1)}
+        size: int = fields_of(fields, readers, error=partial(FrameError, None))["size"]
+        return size
 
-    def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
-        """See `DeviceSharing.check`. An offset beyond the allocation cannot be seen here: it is the device's error."""
-        check_fields(
-            fields,
-            {
-                "handle": _check_handle,
-                "size": integer(1),
-                "offset": integer(),
-                "counters": _check_counters,
-                "counter": integer(0, _MOST_COUNTERS - 1),
-                "event": partial(_check_bytes, length=_EVENT_LENGTH),
-                "waits": _check_boolean,
-                "start": integer(),
-                "length": integer(num_bytes, num_bytes),
-            },
-        )
-        if fields["start"] + num_bytes > fields["size"]:
-            refuse("start", f"is {fields['start']}, must leave {num_bytes} of {fields['size']} bytes")
-
-    def open(self, fields: Mapping[str, Any]) -> Tensor:
-        """See `DeviceSharing.open`. Of two processes with one visible device each, both call theirs 0."""
-        names = ("handle", "size", "offset", "counters", "counter", "event", "waits")
-        try:
-            storage = torch.UntypedStorage._new_shared_cuda(self._index, *(fields[name] for name in names))
-            whole = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", self._index)).set_(storage)
-        except RuntimeError as error:
-            raise OSError(f"CUDA cannot open the memory: {_first_line(error)}") from error
-        return whole[fields["start"] : fields["start"] + fields["length"]]
+    def open(self, fields: Mapping[str, Any]) -> SharedMemory:
+        """See `DeviceSharing.open`."""
+        pointer, handle = _POINTER(), _Handle.from_buffer_copy(fields["handle"])
+        _call(OSError, "cudaIpcOpenMemHandle", ctypes.byref(pointer), handle, _WITH_PEER_ACCESS)
+        return CudaMemory(self._index, pointer.value or 0, fields["size"], fields, is_own=False)
 
 
-def _check_bytes(name: str, value: Any, length: int) -> None:
-    if type(value) is not bytes or len(value) != length:
-        refuse(name, f"is {value!r:.40}, must be {length} bytes")
+#: By device and size, the addresses and handles of memory that is not in use.
+_idle: dict[tuple[int, int], list[tuple[int, bytes]]] = defaultdict(list)
 
 
-def _check_handle(name: str, value: Any) -> None:
-    _check_bytes(name, value, _HANDLE_LENGTH)
-    if value[1:2] != _FROM_MALLOC:
-        refuse(name, f"has the type {value[1:2]!r}, must be {_FROM_MALLOC!r}")
-
-
-def _check_counters(name: str, value: Any) -> None:
-    if type(value) is not bytes or _COUNTERS.fullmatch(value) is None:
-        refuse(name, f"is {value!r:.80}, must be the name of a file of torch's counters")
-
-
-def _check_boolean(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        refuse(name, f"is {value!r:.80}, must be true or false")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+def _new_memory(num_bytes: int) -> tuple[int, bytes]:
+    pointer, handle = _POINTER(), _Handle()
+    _call(OSError, "cudaMalloc", ctypes.byref(pointer), num_bytes)
+    _call(OSError, "cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+    return pointer.value or 0, bytes(handle)

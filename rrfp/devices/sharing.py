@@ -1,73 +1,76 @@
-"""Memory of a device that another process opens: an option of a device, such as CUDA's IPC.
-
-The fields of shared memory are plain data, so that they travel in a message. Those that arrive come from the network:
-`DeviceSharing.check` sees them before anything else does.
-"""
+"""Memory of a device that two processes of a host see: an option of a device, such as CUDA's IPC."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rrfp.errors import FrameError
 
-_MAX_INT = 2**63 - 1
+class Part(NamedTuple):
+    """Bytes ``start`` to ``stop`` of tensor number ``tensor``, at the byte ``place`` of shared memory."""
+
+    tensor: int
+    start: int
+    stop: int
+    place: int
+
+
+class SharedMemory(ABC):
+    """Memory of this process's device that others may open, or another's that is open here.
+
+    `write` and `read` issue a copy on the current stream, as work of the thread's block of `Stream.issuing`. No stream
+    orders what two processes do: one of them tells the other when its copy is complete.
+
+    Attributes:
+        num_bytes: its size.
+        fields: plain data by which another process opens it.
+    """
+
+    num_bytes: int
+    fields: Mapping[str, Any]
+
+    @abstractmethod
+    def write(self, start: int, source: Tensor) -> object:
+        """Copy the bytes of ``source``, flat and on the device, to the byte ``start``.
+
+        Returns what must stay referenced until the copy is complete.
+        """
+
+    @abstractmethod
+    def read(self, start: int, target: Tensor) -> object:
+        """The same from the byte ``start`` into ``target``."""
+
+    @abstractmethod
+    def close(self, *, is_open_elsewhere: bool = True) -> None:
+        """Use the memory no more. Called once, on a thread that may wait for the device.
+
+        Of this process's own: no other process reads it any more, and none has it open unless ``is_open_elsewhere``.
+        """
 
 
 class DeviceSharing(ABC):
-    """Shares memory of one device with other processes of the host, and opens theirs.
+    """Makes memory of one device that other processes of the host open, and opens theirs.
 
-    `share` and `open` are called in a block of a stream, on the thread that issues its work.
+    `allocate` and `open` are called in a block of a stream, seldom: between two processes once.
     """
 
     #: Of the way; both ends must have the same.
     name: str
 
     @abstractmethod
-    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
-        """Let other processes open the memory of ``tensor``, which is dense, not empty, and on the device.
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """New memory, outside of the allocator of tensors; an OSError says why there is none."""
 
-        Returns:
-            Plain fields; and what keeps the memory as it is while anything refers to it, until the other process has
-            dropped what it opened.
+    @abstractmethod
+    def check(self, fields: Mapping[str, Any]) -> int:
+        """The size of the memory that another process's ``fields`` describe; a FrameError without a peer if none do.
+
+        They come from the network: this sees them before anything else does.
         """
 
     @abstractmethod
-    def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
-        """Refuse fields that no `share` of a tensor of ``num_bytes`` returns."""
-
-    @abstractmethod
-    def open(self, fields: Mapping[str, Any]) -> Tensor:
-        """The bytes of a shared tensor, in the other process's memory, which the current stream may read.
-
-        The result must be dropped in a block of the stream that has read it, when the device has done so.
-        """
-
-
-def check_fields(fields: Mapping[str, Any], checks: Mapping[str, Callable[[str, Any], None]]) -> None:
-    """Refuse ``fields`` unless they have exactly the names of ``checks``, each of which passes; a FrameError."""
-    for name, check in checks.items():
-        if name not in fields:
-            refuse(name, "is absent")
-        check(name, fields[name])
-    for name in fields:
-        if name not in checks:
-            refuse(f"{name!r:.40}", f"is unknown, must be one of: {', '.join(checks)}")
-
-
-def integer(least: int = 0, most: int = _MAX_INT) -> Callable[[str, Any], None]:
-    """A check of a whole number between two others."""
-
-    def check(name: str, value: Any) -> None:
-        if type(value) is not int or not least <= value <= most:
-            refuse(name, f"is {value!r:.80}, must be a whole number from {least} to {most}")
-
-    return check
-
-
-def refuse(field: str, reason: str) -> NoReturn:
-    """Raise the error for a field."""
-    raise FrameError(None, field, reason)
+    def open(self, fields: Mapping[str, Any]) -> SharedMemory:
+        """The memory of checked ``fields``; an OSError says why it cannot be opened."""

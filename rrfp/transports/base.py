@@ -203,6 +203,11 @@ class TransportContext:
     def __post_init__(self) -> None:
         check_security(self.secret, allow_insecure=self.allow_insecure)
 
+    @property
+    def tensor_peers(self) -> tuple[int, ...]:
+        """The peers with which tensors are exchanged: all, or those of ``data_peers``."""
+        return self.peers if self.data_peers is None else tuple(peer for peer in self.peers if peer in self.data_peers)
+
 
 @dataclass(frozen=True, slots=True)
 class TransportStatistics:

@@ -71,9 +71,9 @@ def settle(future: asyncio.Future[_Result], error: BaseException | None, result:
         future.set_exception(error)
 
 
-def background(receiving: Coroutine[Any, Any, Message]) -> asyncio.Task[Message]:
+def background(receiving: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
     """A task that receives, whose error may go unread when the transport closes."""
-    task = asyncio.create_task(receiving)
+    task: asyncio.Task[_Result] = asyncio.create_task(receiving)
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return task
 

@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 MAX_PENDING_FRAME_ERRORS = 64
 
 
-class OutletFactory(Protocol):
+class OutletContract(Protocol):
     """The sending side of one channel to one peer."""
 
     window: Window
@@ -39,7 +39,7 @@ class OutletFactory(Protocol):
         """See `rrfp.transports.base.SendsAtOnce`; may raise what `send` raises, and has sent nothing then."""
 
 
-class LinkFactory(Protocol):
+class LinkContract(Protocol):
     """The connection to one peer."""
 
     #: Set when messages can flow both ways, or never will.
@@ -48,7 +48,7 @@ class LinkFactory(Protocol):
     is_connected: bool
 
     @property
-    def outlets(self) -> Mapping[Channel, OutletFactory]:
+    def outlets(self) -> Mapping[Channel, OutletContract]:
         """Those of the channels that are connected."""
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
@@ -61,7 +61,7 @@ class LinkFactory(Protocol):
         """Free all resources; sends raise the first ``error`` passed. May be called twice."""
 
 
-Link = TypeVar("Link", bound=LinkFactory)
+Link = TypeVar("Link", bound=LinkContract)
 
 
 class LinkedTransport(Transport, Generic[Link]):
@@ -205,7 +205,7 @@ class LinkedTransport(Transport, Generic[Link]):
         if self._closed is not None:
             self._closed.set()
 
-    def _outlets(self) -> list[OutletFactory]:
+    def _outlets(self) -> list[OutletContract]:
         return [outlet for link in self._links.values() for outlet in link.outlets.values()]
 
     def statistics(self) -> TransportStatistics:

@@ -11,6 +11,7 @@ from cli.shell import rrfp, rrfp_process
 
 from rrfp.commands import doctor
 from rrfp.commands.doctor import Gpu, GpuReport, sharing_obstacle
+from rrfp.devices.sharing import SharedMemory
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.lab.device_double.device import DoubleSharing
 
@@ -98,7 +99,7 @@ def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.Monk
 
 def test_the_doctor_tries_whether_a_device_can_share_its_memory() -> None:
     class Without(DoubleSharing):
-        def share(self, tensor: torch.Tensor) -> tuple[dict[str, object], object]:
+        def allocate(self, num_bytes: int) -> SharedMemory:
             raise OSError("operation\nnot supported")
 
     with DoubleDevice() as device:

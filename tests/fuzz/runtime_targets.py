@@ -205,13 +205,13 @@ def _a_publication(random: Random) -> Any:
     verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))], "read": b"digest"}
     if random.random() < 0.4:
         verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no"}
-    fields = {"process": 5, "descriptor": 7, "inode": 9, "length": 1 << 20}
+    fields = {"process": 5, "descriptor": 7, "inode": 9, "size": 1 << 20}
     return random.choice(
         (
             ["host", [HOST.to_plain(), "rrfp-shm-0-1", "double"]],
             ["settings", settings],
             ["verdict", verdict],
-            ["offer", ["", fields, 5]],
+            ["offer", ["", fields, 1 << 18, 5]],
             ["failed", records.to_plain(FailedStart(1, "ConfigError: no", PROCESS))],
         )
     )
@@ -232,7 +232,9 @@ def _read_publication(case: bytes) -> object:
     if which == b"f":
         return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
-        return outcome(_Trial(context(), _Unreachable(), 0.0)._try(value))  # type: ignore[arg-type]
+        attempt = outcome(_Trial(context(), _Unreachable(), 0.0)._try(0, value))  # type: ignore[arg-type]
+        assert attempt.reason
+        return attempt
     published = _Published.unpack(0, value)
     return published.pack(), published.host == HOST
 
@@ -257,7 +259,7 @@ class _Unreachable:
 
     check_shared = staticmethod(DoubleSharing().check)
 
-    async def pull(self, shared: Any, specs: Any) -> Any:
+    async def open_shared(self, fields: Any, *, peer: int) -> Any:
         raise OSError("there is none")
 
 

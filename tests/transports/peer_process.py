@@ -14,6 +14,7 @@ from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import DeviceCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
+from rrfp.lab.gloo_backend import over_gloo
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.registry import create_transport
@@ -21,7 +22,7 @@ from rrfp.transports.rendezvous import StoreRendezvous
 
 RUN_ID = "processes"
 
-#: To the device, from it, and both ends of a pull.
+#: To the device and from it, and a copy into a slot and out of one.
 TRIAL_BLOCKS = 4
 
 #: For how long a peer may be silent here, in seconds.
@@ -35,6 +36,11 @@ def serve(name: str, role: str, store: str, reports: Connection) -> None:
     """Play ``role`` over transport ``name``; sends what it sees to ``reports``."""
     torch.set_num_threads(1)
     asyncio.run(_main(name, role, store, reports))
+
+
+def make_transport(name: str, context: TransportContext) -> Transport:
+    """The transport of a name; collective over gloo."""
+    return over_gloo(context) if name == "collective" else create_transport(name, context)
 
 
 def copies_for(name: str, role: str = "") -> DeviceCopies | None:
@@ -59,9 +65,8 @@ async def _main(name: str, role: str, store: str, reports: Connection) -> None:
         connect_timeout_s=20,
         patience_s=PATIENCE_S,
         copies=copies_for(name, role),
-        allow_insecure=name == "collective",
     )
-    transport = create_transport(name, context)
+    transport = make_transport(name, context)
     await transport.start()
     if role in ("stream", "large"):
         await send_without_end(transport, STREAMED_BYTES if role == "stream" else LARGE_BYTES)

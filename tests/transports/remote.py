@@ -21,7 +21,7 @@ from compute.separate_double import SeparateDouble, closing
 from fork_server import context
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.makers import RUN_ID, contexts, injecting_datagrams, started
-from transports.on_device import OnDevice, carrier_of
+from transports.on_device import OnDevice, base_of
 
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
@@ -130,7 +130,7 @@ def _injecting(transport: Transport) -> Any:
     if isinstance(transport, ShmTransport):
         return injecting_datagrams(transport)
     assert isinstance(transport, OnDevice)
-    return injecting_datagrams(carrier_of(transport._inner)._inner)
+    return injecting_datagrams(base_of(transport._inner))
 
 
 async def _serve(transport: Transport, pipe: Pipe) -> None:

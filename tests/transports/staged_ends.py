@@ -18,7 +18,7 @@ from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
 from rrfp.devices.copies import DeviceCopies
 from rrfp.transports.base import Transport, TransportContext
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.staged import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 MakeTransport = Callable[[TransportContext], Transport]
@@ -36,9 +36,9 @@ class GatedCopies(DeviceCopies):
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    async def to_device(self, tensors: Sequence[Tensor], *, peer: int | None = None) -> list[Tensor]:
         await self.gate.wait()
-        return await super().to_device(tensors)
+        return await super().to_device(tensors, peer=peer)
 
 
 class Ends:

@@ -25,7 +25,8 @@ from rrfp.testing.transport_checks.flow import check_fifo_per_channel
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, running, soon, stays_pending
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.staged import DEVICES, StagedTransport, staged
+from rrfp.transports.tunnel.announcements import DEVICES
+from rrfp.transports.tunnel.staged import StagedTransport, staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 
@@ -176,16 +177,17 @@ async def test_between_two_devices_of_one_process_tensors_do_not_touch_host_memo
     assert devices[0].peak == devices[1].peak == 0
 
 
-def test_messages_without_device_tensors_pass_as_they_are() -> None:
-    (context, _), sent = makers.contexts(), []
+async def test_messages_without_device_tensors_pass_as_they_are() -> None:
+    sent: list[Message] = []
 
-    class Recording(InprocTransport):
+    class Recording(CpuOnlyInproc):
         async def send(self, peer: int, message: Message) -> None:
             sent.append(message)
 
-    message = data(torch.ones(2), None)
-    asyncio.run(StagedTransport(Recording(context), DeviceCopies(SeparateDouble(), StreamLane)).send(1, message))
-    assert sent[0] is message
+    async with ends(Recording) as pair:
+        message = data(torch.ones(2), None)
+        await pair.left.send(1, message)
+        assert sent[0] is message
 
 
 async def test_three_ranks_of_which_one_computes_on_the_cpu() -> None:

@@ -1,18 +1,15 @@
-"""Tensors over a process group of two ranks for each direction; announcements and everything else over `auto`.
+"""Tensors over a process group of two ranks for each direction; announcements and everything else over shm or zmq.
 
 EXPERIMENTAL. A sender announces each message with tensors, then posts their transfer; the receiver posts the receives
-when it gets the announcement, in the announced order. So no transfer waits for memory or for a task. Both ends bound
-what is under way by windows of ``queue_bytes`` for each peer and channel, which are taken before the announcement and
-given back when ``receive`` has returned the message.
+when it gets the announcement, in the announced order. So no transfer waits for memory or for a task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,20 +19,22 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
-from rrfp.transports.auto import host_transport
+from rrfp.transports.auto import host_transports
 from rrfp.transports.base import Message, Rendezvous, TransportContext
-from rrfp.transports.carried.link import TunnelLink
-from rrfp.transports.carried.transport import CarriedTransport
-from rrfp.transports.carried.wires import Backend, Edge, EdgeName, Wire, read_error
-from rrfp.transports.collective.gloo import GlooBackend
+from rrfp.transports.collective.channel import Backend, GroupChannel, PairGroup, RankPair
 from rrfp.transports.collective.nccl import NcclBackend
 from rrfp.transports.collective.threads import start_thread
 from rrfp.transports.flow import CLOSED, HomeLoop, settle
-from rrfp.transports.rendezvous import in_thread, publish_in_time
-from rrfp.transports.staged import staged
+from rrfp.transports.rendezvous import in_thread
+from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.p2p import P2PChannel
+from rrfp.transports.tunnel.transport import TunnelTransport
 from rrfp.transports.zmq.endpoint import LOOPBACK, interface_towards_master
 
 _Result = TypeVar("_Result")
+
+#: The kind of device between which NCCL moves tensors.
+CUDA = "cuda"
 
 
 class RendezvousStore(Store):
@@ -84,8 +83,8 @@ class RendezvousStore(Store):
         return future.result()
 
 
-class EdgeMaker:
-    """Makes the edges of one rank, in the same order on all ranks and off the loop. Create it on the loop."""
+class GroupMaker:
+    """Makes the groups of one rank, in the same order on all ranks and off the loop. Create it on the loop."""
 
     def __init__(self, context: TransportContext, backend: Backend, home: HomeLoop) -> None:
         self._context = context
@@ -94,16 +93,16 @@ class EdgeMaker:
         self._lock = threading.Lock()
         self._store: RendezvousStore | None = None
         self._closed = False
-        self._wires: dict[EdgeName, Wire] = {}
+        self._groups: dict[RankPair, PairGroup] = {}
         #: Fails with the first error passed to `end`.
         self._ended: asyncio.Future[None] = home.loop.create_future()
-        self._ended.add_done_callback(read_error)
+        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
-    async def make(self, peers: Collection[int], deadline_s: float) -> dict[EdgeName, Edge]:
-        """Both edges between this rank and each of ``peers``."""
+    async def make(self, peers: Collection[int], deadline_s: float) -> dict[RankPair, PairGroup]:
+        """Both groups between this rank and each of ``peers``."""
         rank = self._context.rank
-        names = sorted(edge for peer in peers for edge in (EdgeName(rank, peer), EdgeName(peer, rank)))
-        making = asyncio.create_task(self._make(names, deadline_s))
+        pairs = sorted(pair for peer in peers for pair in (RankPair(rank, peer), RankPair(peer, rank)))
+        making = asyncio.create_task(self._make(pairs, deadline_s))
         try:
             await asyncio.wait({making, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
@@ -111,87 +110,70 @@ class EdgeMaker:
             making.result()
         finally:
             making.cancel()
-        wires, self._wires = self._wires, {}
-        return {name: Edge(wire, self._home) for name, wire in wires.items()}
+        groups, self._groups = self._groups, {}
+        return groups
 
-    async def _make(self, names: Sequence[EdgeName], deadline_s: float) -> None:
-        for name in names:
+    async def _make(self, pairs: Sequence[RankPair], deadline_s: float) -> None:
+        context = self._context
+        for pair in pairs:
             timeout_s = max(deadline_s - self._home.loop.time(), 0.001)
-            self._store = RendezvousStore(self._context.rendezvous, self._key(f"{name}/"), timeout_s)
+            prefix = f"collective/{context.run_id}/{context.restart}/{pair}/"
+            self._store = RendezvousStore(context.rendezvous, prefix, timeout_s)
             try:
                 # A backend that connects may take no notice of its time limit, as gloo does when the other end died.
                 async with asyncio.timeout_at(deadline_s):
-                    await in_thread(partial(self._connect, name, self._store, timeout_s), start_thread)
+                    await in_thread(partial(self._connect, pair, self._store, timeout_s), start_thread)
             except Exception as error:
-                peer = name.target if name.source == self._context.rank else name.source
-                limit_s = self._context.connect_timeout_s
+                peer = pair.target if pair.source == context.rank else pair.source
                 reason = f"{error!s:.200}" or "its end did not come"
-                raise TransportError(f"no edge with rank {peer} within {limit_s:g} s: {reason}") from error
+                limit_s = context.connect_timeout_s
+                raise TransportError(f"no process group with rank {peer} within {limit_s:g} s: {reason}") from error
 
-    def _key(self, name: object) -> str:
-        return f"collective/{self._context.run_id}/{self._context.restart}/{name}"
-
-    async def compare_backends(self, peers: Collection[int], deadline_s: float) -> None:
-        """Tell ``peers`` which backend this rank has."""
-        own, rendezvous = self._backend.name, self._context.rendezvous
-        await publish_in_time(self._context, self._key(self._context.rank), own.encode())
-        for peer in sorted(peers):
-            try:
-                value = await rendezvous.lookup(self._key(peer), max(deadline_s - self._home.loop.time(), 0.0))
-            except TransportError as error:
-                raise TransportError(f"rank {peer} did not connect: {error}") from error
-            if value != own.encode():
-                raise ConfigError(
-                    f"rank {self._context.rank} moves tensors by {own}, rank {peer} by {value!r:.40}, if no other "
-                    "program wrote that to the store: with transport collective all ranks must compute on devices of "
-                    "one kind; transport='auto' joins any"
-                )
-
-    def _connect(self, name: EdgeName, store: RendezvousStore, timeout_s: float) -> None:
-        wire = self._backend.connect(name, store, timeout_s)
+    def _connect(self, pair: RankPair, store: RendezvousStore, timeout_s: float) -> None:
+        group = self._backend.connect(pair, store, timeout_s)
         with self._lock:
             if not self._closed:
-                self._wires[name] = wire
+                self._groups[pair] = group
                 return
-        wire.abort()
+        group.abort()
         raise TransportClosedError(CLOSED)
 
     def end(self, error: RrfpError) -> None:
-        """Have `make` raise ``error``, and free the wires that it has made and not returned.
+        """Have `make` raise ``error``, and free the groups that it has made and not returned.
 
         May be called twice; never waits, also for a backend that is connecting.
         """
         with self._lock:
             self._closed = True
-            wires, self._wires = self._wires, {}
+            groups, self._groups = self._groups, {}
         settle(self._ended, error)
         if self._store is not None:
             self._store.close()
-        for wire in wires.values():
-            wire.abort()
+        for group in groups.values():
+            group.abort()
 
 
-#: The kind of device between which tensors need not pass through host memory.
-CUDA = "cuda"
-
-
-async def choose_backend(context: TransportContext) -> Backend:
-    """NCCL for a rank that computes on a CUDA device, otherwise gloo."""
-    address = await _address(context)
-    copies = context.copies
+async def nccl_backend(context: TransportContext) -> Backend:
+    """NCCL, for a rank that computes on a CUDA device."""
+    copies, instead = context.copies, "'auto' copies tensors through host memory where nothing better fits"
     if copies is None or copies.kind != CUDA:
-        return GlooBackend(context.rank, address)
+        where = "the CPU" if copies is None else copies.kind
+        raise ConfigError(
+            f"transport is 'collective', must be another one for ranks on {where}: it moves tensors between CUDA "
+            f"devices; {instead}"
+        )
     if not (distributed.is_available() and distributed.is_nccl_available()):
         raise ConfigError(
-            "transport is 'collective', must be another one for modules on cuda: this torch has no NCCL; 'auto' copies "
-            "tensors through host memory"
+            f"transport is 'collective', must be another one for modules on cuda: this torch has no NCCL; {instead}"
         )
+    await check_leave(context)
     index = torch.cuda.current_device() if copies.index is None else copies.index
-    return NcclBackend(context.rank, torch.device(CUDA, index))
+    return NcclBackend(context.rank, torch.device(CUDA, index), copies)
 
 
-async def _address(context: TransportContext) -> str:
-    """The address of the interface on which edges listen: within a host too, any user of it may connect there."""
+async def check_leave(context: TransportContext) -> str:
+    """The address of the interface on which groups listen, where the job permits plain connections there."""
+    # Within a host too: any user of it may connect to its loopback addresses.
     address = LOOPBACK if context.single_host else await in_thread(interface_towards_master)
     if context.secret is not None and not context.plain_data:
         raise ConfigError(
@@ -206,42 +188,32 @@ async def _address(context: TransportContext) -> str:
     return address
 
 
-class CollectiveTransport(CarriedTransport):
-    """Tensors over gloo, or NCCL between GPUs; experimental, and NCCL not run on several GPUs.
+class CollectiveTransport(TunnelTransport):
+    """Tensors between CUDA devices over NCCL; experimental, and not run on several GPUs.
 
     Args:
-        context: this rank, its peers and the limits. Edges join it with each of ``data_peers``.
-        backend: makes the edges; by default gloo, or NCCL where the rank computes on a CUDA device.
+        context: this rank, its peers and the limits. Groups join it with each of ``data_peers``.
+        backend: makes the groups, in place of NCCL.
     """
 
     def __init__(self, context: TransportContext, backend: Backend | None = None) -> None:
-        # Other devices are staged in front of this, and edges move the host's tensors.
-        copies = context.copies if context.copies is not None and context.copies.kind == CUDA else None
-        super().__init__(context, staged(host_transport(replace(context, copies=copies)), copies))
-        if copies is not None:
-            self.carries |= {CUDA}
+        super().__init__(context)
         self._backend = backend
-        self._maker: EdgeMaker | None = None
+        self._maker: GroupMaker | None = None
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
-        if self._backend is None:
-            self._backend = await choose_backend(context)
-        self._maker = EdgeMaker(context, self._backend, home)
-        data_peers = context.peers if context.data_peers is None else context.data_peers
-        with_edges = set(data_peers) & set(context.peers)
-        await self._maker.compare_backends(with_edges, deadline_s)
-        self._check_open()
-        await self._carrier.start()
-        self._check_open()
-        self._receive_all()  # already: a peer that ends while edges are made would be waited for
-        edges = await self._maker.make(with_edges, deadline_s)
-        self._attach({peer: self._link(peer, edges, self._backend, home) for peer in context.peers})
-
-    def _link(self, peer: int, edges: dict[EdgeName, Edge], backend: Backend, home: HomeLoop) -> TunnelLink:
-        rank = self.context.rank
-        outgoing, incoming = edges.get(EdgeName(rank, peer)), edges.get(EdgeName(peer, rank))
-        return TunnelLink(peer, self, self._carrier, backend, outgoing, incoming, home)
+        backend = self._backend or await nccl_backend(context)
+        self._maker = GroupMaker(context, backend, home)
+        await self._start_bases(await host_transports(context, home, deadline_s))
+        for base in self._bases:
+            self._read(base)  # already: a peer that ends while groups are made would be waited for
+        groups = await self._maker.make(context.tensor_peers, deadline_s)
+        self._attach(
+            TunnelLink(peer, base, self, home, _channel_with(peer, context.rank, groups, backend))
+            for base in self._bases
+            for peer in base.context.peers
+        )
 
     def _on_early(self, entry: Message | RrfpError) -> None:
         super()._on_early(entry)
@@ -252,5 +224,11 @@ class CollectiveTransport(CarriedTransport):
         if self._maker is not None:
             self._maker.end(TransportClosedError(CLOSED))
         super()._free()
-        if self._backend is not None:
-            self._backend.close()
+
+
+def _channel_with(
+    peer: int, rank: int, groups: dict[RankPair, PairGroup], backend: Backend
+) -> Callable[[TunnelLink], P2PChannel] | None:
+    """Makes the channel with a peer; None where there are no groups."""
+    outgoing, incoming = groups.get(RankPair(rank, peer)), groups.get(RankPair(peer, rank))
+    return None if outgoing is None or incoming is None else partial(GroupChannel, outgoing, incoming, backend)

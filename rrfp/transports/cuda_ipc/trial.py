@@ -1,7 +1,8 @@
-"""Whether two ranks can pull from each other: one tensor each way, at the start. A virtual machine may refuse it.
+"""Slots between two ranks, tried at the start: a virtual machine may refuse to share a device's memory.
 
-Each end publishes a tensor's fields and checksum, pulls the other's, and publishes why that failed, if it did. A pair
-pulls only if both ways work, which both ends then know.
+Each end makes memory for its slots, writes random bytes into the first one, and publishes the memory's fields and a
+checksum. It opens the other's memory, reads it, and publishes why that failed, if it did. The slots are used only if
+both ways work, which both ends then know.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -18,23 +21,37 @@ from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.devices.copies import SharesDeviceMemory
+from rrfp.devices.sharing import Part, SharedMemory
 from rrfp.errors import FrameError, TransportClosedError
+from rrfp.plain import whole
 from rrfp.transports.base import TransportContext
+from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, Slots, room_of_slots
 from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.host_choice import lookup_peer
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.tensor_bytes import as_bytes
 
-#: Bytes of the tensor that is tried.
-TRIED_BYTES = 1 << 20
+#: Bytes that are tried, which fit into any slot.
+TRIED_BYTES = MIN_SLOT_BYTES
 
-_SPEC = TensorSpec(torch.uint8, (TRIED_BYTES,), False)
+_SPEC, _PART = TensorSpec(torch.uint8, (TRIED_BYTES,), False), Part(0, 0, TRIED_BYTES, 0)
 
 
-async def try_pulls(
+@dataclass(slots=True)
+class _Attempt:
+    """To open and read a peer's memory."""
+
+    #: Why it failed; empty if it did not.
+    reason: str = ""
+    #: What is open, and the room of a slot.
+    memory: SharedMemory | None = None
+    room: int = 0
+
+
+async def try_slots(
     context: TransportContext, copies: SharesDeviceMemory, peers: Collection[int], deadline_s: float
-) -> dict[int, str]:
-    """For each of ``peers``, why the two cannot pull from each other; empty where they can."""
+) -> dict[int, Slots | str]:
+    """For each of ``peers`` the slots, or why there can be none."""
     if not peers:
         return {}
     trial = _Trial(context, copies, deadline_s)
@@ -54,6 +71,7 @@ class _Trial:
         self._context = context
         self._copies = copies
         self._deadline_s = deadline_s
+        self._room = room_of_slots(context.queue_bytes)
         self._tensor: Tensor | None = None
         self._checksum = 0
         self._obstacle = ""
@@ -62,7 +80,7 @@ class _Trial:
         return f"cuda_ipc/{self._context.run_id}/{self._context.restart}/{source}-{target}/{part}"
 
     async def prepare(self) -> None:
-        """Make the tensor that all peers pull."""
+        """Make the tensor that all peers read."""
         content = torch.frombuffer(bytearray(secrets.token_bytes(TRIED_BYTES)), dtype=torch.uint8)
         self._checksum = _checksum(content)
         try:
@@ -72,60 +90,82 @@ class _Trial:
         except Exception as error:  # a device may raise anything
             self._obstacle = f"rank {self._context.rank} cannot hold {TRIED_BYTES} bytes: {_line(error)}"
 
-    async def run(self, peer: int) -> str:
+    async def run(self, peer: int) -> Slots | str:
         """Both ways."""
         context, rank = self._context, self._context.rank
-        offer, kept = await self._offer()
+        own, offer = await self._offer(peer)
         await publish_in_time(context, self._key(rank, peer, "memory"), offer)
-        memory = await lookup_peer(context, peer, self._key(peer, rank, "memory"), self._deadline_s)
-        reason = await self._try(memory)
-        own = f"rank {rank} cannot pull from rank {peer}: {reason}" if reason else ""
-        await publish_in_time(context, self._key(peer, rank, "answer"), own.encode())
+        published = await lookup_peer(context, peer, self._key(peer, rank, "memory"), self._deadline_s)
+        attempt = await self._try(peer, published)
+        if attempt.reason:
+            attempt.reason = f"rank {rank} cannot read memory of rank {peer}: {attempt.reason}"
+        answer: bytes = msgpack.packb([attempt.reason, attempt.memory is not None])
+        await publish_in_time(context, self._key(peer, rank, "answer"), answer)
         answer = await lookup_peer(context, peer, self._key(rank, peer, "answer"), self._deadline_s)
-        other = answer.decode(errors="replace")
-        del kept
-        return own or other if rank < peer else other or own  # the same at both ends
+        reason, is_open = _answer(peer, answer)
+        if own is not None and attempt.memory is not None and not (attempt.reason or reason):
+            return Slots(own, self._room, attempt.memory, attempt.room)
+        if own is not None:
+            with suppress(Exception):  # a device may be stuck, or raise anything
+                async with asyncio.timeout(timeouts.TRIAL_S):
+                    await self._copies.close_shared(own, is_open_elsewhere=is_open, peer=peer)
+        both = (attempt.reason, reason) if rank < peer else (reason, attempt.reason)
+        return next(filter(None, both))  # the same at both ends
 
-    async def _offer(self) -> tuple[bytes, object]:
-        """The bytes to publish, and what keeps the shared memory."""
+    async def _offer(self, peer: int) -> tuple[SharedMemory | None, bytes]:
+        """The memory, and the bytes to publish."""
         if self._tensor is None:
-            return _packed(self._obstacle, None, 0), None
+            return None, _packed(self._obstacle)
         try:
-            ((fields, kept),) = await self._copies.share([self._tensor])
+            memory = await self._copies.share(SLOTS * self._room, peer=peer)
+            await self._copies.write(memory, [self._tensor], [_PART], peer=peer)
         except TransportClosedError:
             raise
         except Exception as error:
-            return _packed(f"rank {self._context.rank} cannot share memory: {_line(error)}", None, 0), None
-        return _packed("", fields, self._checksum), kept
+            return None, _packed(f"rank {self._context.rank} cannot share memory: {_line(error)}")
+        return memory, _packed("", memory.fields, self._room, self._checksum)
 
-    async def _try(self, memory: bytes) -> str:
-        """Pull what a peer offers; why that failed, if it did."""
+    async def _try(self, peer: int, published: bytes) -> _Attempt:
+        """Open and read what a peer offers."""
         try:
-            obstacle, fields, checksum = msgpack.unpackb(memory)
+            obstacle, fields, room, checksum = msgpack.unpackb(published)
             if obstacle:
-                return str(obstacle)
+                return _Attempt(str(obstacle))
             if type(fields) is not dict:
-                return "what it published is malformed"
-            self._copies.check_shared(fields, TRIED_BYTES)
+                raise ValueError("its fields must be a map")
+            whole("slot_bytes", room, MIN_SLOT_BYTES, self._copies.check_shared(fields))
         except FrameError as error:
-            return f"what it published is malformed: {error.field} {error.reason}"
+            return _Attempt(f"what it published is malformed: {error.field} {error.reason}")
         except Exception as error:  # msgpack raises many types
-            return f"what it published is malformed: {_line(error)}"
+            return _Attempt(f"what it published is malformed: {_line(error)}")
+        attempt = _Attempt(room=room)
         try:
             async with asyncio.timeout(timeouts.TRIAL_S):
-                pulled = await self._copies.pull([fields], [_SPEC])
-                (content,) = await self._copies.to_host(pulled)
+                attempt.memory = await self._copies.open_shared(fields, peer=peer)
+                read = await self._copies.read(attempt.memory, [_SPEC], [_PART], peer=peer)
+                (content,) = await self._copies.to_host(read, peer=peer)
+                if _checksum(content) != checksum:
+                    attempt.reason = "it brings other bytes"
         except TransportClosedError:
             raise
         except TimeoutError:
-            return f"it did not end within {timeouts.TRIAL_S:g} s"
+            attempt.reason = f"it did not end within {timeouts.TRIAL_S:g} s"
         except Exception as error:
-            return _line(error)
-        return "" if _checksum(content) == checksum else "it brings other bytes"
+            attempt.reason = _line(error)
+        return attempt
 
 
-def _packed(obstacle: str, fields: Mapping[str, Any] | None, checksum: int) -> bytes:
-    packed: bytes = msgpack.packb([obstacle, fields, checksum])
+def _answer(peer: int, answer: bytes) -> tuple[str, bool]:
+    """Why a peer cannot read this rank's memory, if it cannot; and whether it has it open."""
+    try:
+        reason, is_open = msgpack.unpackb(answer)
+        return str(reason), bool(is_open)
+    except Exception as error:  # msgpack raises many types
+        return f"what rank {peer}, or another program, wrote to the store is malformed: {_line(error)}", True
+
+
+def _packed(obstacle: str, fields: Any = None, room: int = 0, checksum: int = 0) -> bytes:
+    packed: bytes = msgpack.packb([obstacle, fields, room, checksum])
     return packed
 
 

@@ -1,4 +1,4 @@
-"""Ranks that pull tensors from each other, on doubles."""
+"""Ranks with slots of device memory between them, on doubles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 import transports.makers as makers
 from compute.separate_double import SeparateDouble, check_races, closing
 from torch import Tensor
@@ -15,11 +14,13 @@ from transports.peer_process import stuck_after_trial
 
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import copies_of
+from rrfp.devices.sharing import SharedMemory
 from rrfp.lab.device_double.device import DoubleSharing
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.auto import auto_transport
 from rrfp.transports.base import Transport
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
+from rrfp.transports.tunnel.link import StagedLink
 
 
 class Stuck(SeparateDouble):
@@ -60,40 +61,53 @@ async def ends(*devices: SeparateDouble | None, may_race: bool = False, **change
         check_races(made.devices)
 
 
-def kinds(transport: Transport) -> dict[int, type[Transport]]:
+def kinds(transport: Transport) -> dict[int, type[StagedLink]]:
     assert isinstance(transport, CudaIpcTransport)
-    return {peer: type(inner) for peer, inner in transport._by_peer.items()}
+    return {peer: type(link) for peer, link in transport._links.items()}
+
+
+class RefusingMemory(SharedMemory):
+    """Reads other bytes than stand there."""
+
+    def __init__(self, inner: SharedMemory) -> None:
+        self.num_bytes, self.fields = inner.num_bytes, inner.fields
+        self._inner = inner
+
+    def write(self, start: int, source: Tensor) -> object:
+        return self._inner.write(start, source)
+
+    def read(self, start: int, target: Tensor) -> object:
+        target.zero_()
+        return None
+
+    def close(self, *, is_open_elsewhere: bool = True) -> None:
+        self._inner.close(is_open_elsewhere=is_open_elsewhere)
 
 
 class Refusing(DoubleSharing):
-    """Refuses, or fails, in one of its parts, from a certain call on."""
+    """Refuses, or fails, in one of its parts."""
 
-    def __init__(self, part: str, calls: int = 0) -> None:
+    def __init__(self, part: str) -> None:
         self._part = part
-        self._left = calls
 
-    def _fails(self, part: str) -> bool:
-        self._left -= part == self._part
-        return part == self._part and self._left < 0
-
-    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
-        if self._fails("share"):
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        if self._part == "share":
             raise OSError("operation not supported")
-        fields, kept = super().share(tensor)
-        if self._fails("fields"):
-            fields["length"] = -1
-        if self._fails("release"):
-            kept = None
-        return fields, kept
+        memory = super().allocate(num_bytes)
+        if self._part == "fields":
+            memory.fields = {**memory.fields, "size": -1}
+        if self._part == "release":
+            memory.close()
+        return memory
 
-    def open(self, fields: Mapping[str, Any]) -> Tensor:
-        if self._fails("open"):
+    def open(self, fields: Mapping[str, Any]) -> SharedMemory:
+        if self._part == "open":
             raise OSError("invalid device context")
         opened = super().open(fields)
-        return torch.zeros_like(opened) if self._fails("bytes") else opened
+        return RefusingMemory(opened) if self._part == "bytes" else opened
 
 
-def refusing(part: str, calls: int = 0) -> SeparateDouble:
+def refusing(part: str) -> SeparateDouble:
     device = SeparateDouble(0.0)
-    device.sharing = Refusing(part, calls)
+    device.sharing = Refusing(part)
     return device
