@@ -24,9 +24,9 @@ from torch import Tensor
 
 from rrfp.devices.base import CopyLane
 from rrfp.transports.collective.channel import RankPair
-from rrfp.transports.flow import HomeLoop, settle
-from rrfp.transports.header_checks import TensorSpec
-from rrfp.transports.tensor_bytes import as_byte_tensor
+from rrfp.transports.links.flow import HomeLoop, settle
+from rrfp.transports.wire.header_checks import TensorSpec
+from rrfp.transports.wire.tensor_bytes import as_byte_tensor
 
 
 class CollectiveDeadlockError(RuntimeError):

@@ -23,8 +23,8 @@ from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.channel import RankPair
 from rrfp.transports.collective.threads import start_thread
 from rrfp.transports.collective.transport import CollectiveTransport
-from rrfp.transports.header_checks import TensorSpec
-from rrfp.transports.tensor_bytes import as_byte_tensor
+from rrfp.transports.wire.header_checks import TensorSpec
+from rrfp.transports.wire.tensor_bytes import as_byte_tensor
 from rrfp.transports.zmq.endpoint import LOOPBACK
 
 #: gloo's tags have 31 bits. The last one is no transfer's.

@@ -14,9 +14,9 @@ from rrfp.devices.copies import SharesDeviceMemory
 from rrfp.errors import ConfigError, RrfpError, TransportClosedError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Deliver, Loan, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, HomeLoop, background
 from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.links.flow import CLOSED, HomeLoop, background
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host

@@ -15,7 +15,7 @@ import msgpack
 from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.transports.base import TransportContext
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, try_slot

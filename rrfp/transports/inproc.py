@@ -20,11 +20,11 @@ from torch import Tensor
 from rrfp.devices.copies import DeviceCopies, held_by, with_copies
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
-from rrfp.transports.pool import BufferPool
+from rrfp.transports.links.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
+from rrfp.transports.links.pool import BufferPool
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.tensor_bytes import as_bytes, check_sendable, copy_bytes, from_buffer
-from rrfp.transports.wire import copy_body
+from rrfp.transports.wire.codec import copy_body
+from rrfp.transports.wire.tensor_bytes import as_bytes, check_sendable, copy_bytes, from_buffer
 
 
 class _Outbound:

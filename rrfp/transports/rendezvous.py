@@ -18,7 +18,7 @@ from rrfp import timeouts
 from rrfp.errors import ConfigError, TransportError
 from rrfp.model.topology import Topology
 from rrfp.transports.base import TransportContext
-from rrfp.transports.flow import settle
+from rrfp.transports.links.flow import settle
 
 _Result = TypeVar("_Result")
 

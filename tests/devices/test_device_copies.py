@@ -18,7 +18,7 @@ from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import TransportClosedError
 from rrfp.lab.device_double import DoubleDevice, DoubleError
 from rrfp.testing.transport_checks.pair import assert_same, running, soon, stays_pending
-from rrfp.transports.tensor_bytes import DTYPES
+from rrfp.transports.wire.tensor_bytes import DTYPES
 
 # complex32 is experimental to torch, which says so once.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

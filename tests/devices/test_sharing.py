@@ -25,7 +25,7 @@ from rrfp.devices.sharing import Part
 from rrfp.errors import FrameError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same
-from rrfp.transports.header_checks import TensorSpec
+from rrfp.transports.wire.header_checks import TensorSpec
 
 __all__ = ["fork_server"]
 

@@ -43,7 +43,7 @@ from rrfp.transports.cuda_ipc.trial import _Trial
 from rrfp.transports.host_choice import _Published
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.trial import Host
-from rrfp.transports.wire import Codec
+from rrfp.transports.wire.codec import Codec
 
 WORLD = 7
 

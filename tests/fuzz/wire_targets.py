@@ -19,8 +19,7 @@ from rrfp.model.tasks import Kind, Mode
 from rrfp.transports import BufferPool
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, SlotChannel, Slots
-from rrfp.transports.flow import Credits, HomeLoop, Window, grant
-from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.links.flow import Credits, HomeLoop, Window, grant
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody
@@ -32,9 +31,10 @@ from rrfp.transports.shm.packets import Packet, PacketSocket
 from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slots import Slot
 from rrfp.transports.shm.transport import PendingConnections
-from rrfp.transports.tensor_bytes import DTYPES
 from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, WANT, announced, number_of
-from rrfp.transports.wire import VERSION, Codec, Sealed
+from rrfp.transports.wire.codec import VERSION, Codec, Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
+from rrfp.transports.wire.tensor_bytes import DTYPES
 from rrfp.transports.zmq.pieces import Assembly, cut
 
 RUN_ID = "run"

@@ -24,7 +24,7 @@ from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.wire import Codec
+from rrfp.transports.wire.codec import Codec
 from rrfp.transports.zmq.gate import Gate
 from rrfp.transports.zmq.inlet import ZmqInlet
 from rrfp.transports.zmq.outlet import open_socket

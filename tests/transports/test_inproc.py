@@ -15,7 +15,7 @@ from rrfp.errors import ConfigError, PeerLostError, TransportError
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.pool import POOLED_FROM_BYTES, BufferPool
+from rrfp.transports.links.pool import POOLED_FROM_BYTES, BufferPool
 
 
 async def test_a_peer_whose_loop_ends_is_lost() -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 from rrfp.devices.base import CopyLane
 from rrfp.errors import FrameError, RrfpError
 from rrfp.transports.base import Channel, Plain
-from rrfp.transports.flow import settle
-from rrfp.transports.header_checks import TensorSpec
+from rrfp.transports.links.flow import settle
 from rrfp.transports.tunnel.announcements import BESIDE, ENTRY
 from rrfp.transports.tunnel.link import TunnelLink
 from rrfp.transports.tunnel.p2p import P2PError
+from rrfp.transports.wire.header_checks import TensorSpec
 
 
 @dataclass(frozen=True, order=True, slots=True)

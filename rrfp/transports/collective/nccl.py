@@ -23,8 +23,8 @@ from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError
 from rrfp.transports.collective.channel import RankPair
 from rrfp.transports.collective.threads import start_thread
-from rrfp.transports.header_checks import TensorSpec
-from rrfp.transports.tensor_bytes import as_byte_tensor
+from rrfp.transports.wire.header_checks import TensorSpec
+from rrfp.transports.wire.tensor_bytes import as_byte_tensor
 
 #: Thread blocks that the kernel of one group may use. A GPU has about a hundred multiprocessors, a rank a few groups.
 MAX_CTAS = 4

@@ -24,7 +24,7 @@ from rrfp.transports.base import Message, Rendezvous, TransportContext
 from rrfp.transports.collective.channel import Backend, GroupChannel, PairGroup, RankPair
 from rrfp.transports.collective.nccl import NcclBackend
 from rrfp.transports.collective.threads import start_thread
-from rrfp.transports.flow import CLOSED, HomeLoop, settle
+from rrfp.transports.links.flow import CLOSED, HomeLoop, settle
 from rrfp.transports.rendezvous import in_thread
 from rrfp.transports.tunnel.link import TunnelLink
 from rrfp.transports.tunnel.p2p import P2PChannel

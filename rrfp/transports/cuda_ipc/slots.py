@@ -24,10 +24,10 @@ from rrfp.devices.sharing import Part, SharedMemory
 from rrfp.errors import FrameError, RrfpError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.base import Channel, Plain
-from rrfp.transports.flow import CLOSED, background
-from rrfp.transports.header_checks import HeaderChecks, TensorSpec
+from rrfp.transports.links.flow import CLOSED, background
 from rrfp.transports.tunnel.announcements import ENTRY, entry_of
 from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.wire.header_checks import HeaderChecks, TensorSpec
 
 #: Slots for each peer and direction: while one is read, the next ones are written.
 SLOTS = 4

@@ -13,8 +13,8 @@ from rrfp.transports.auto import log_choice
 from rrfp.transports.base import Transport
 from rrfp.transports.cuda_ipc.slots import SlotChannel, Slots
 from rrfp.transports.cuda_ipc.trial import try_slots
-from rrfp.transports.flow import HomeLoop
 from rrfp.transports.host_choice import HostChoice
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host
 from rrfp.transports.tunnel.link import StagedLink, TunnelLink

@@ -26,10 +26,10 @@ from rrfp.errors import FrameError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.base import TransportContext
 from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, Slots, room_of_slots
-from rrfp.transports.header_checks import TensorSpec
 from rrfp.transports.host_choice import lookup_peer
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.tensor_bytes import as_bytes
+from rrfp.transports.wire.header_checks import TensorSpec
+from rrfp.transports.wire.tensor_bytes import as_bytes
 
 #: Bytes that are tried, which fit into any slot.
 TRIED_BYTES = MIN_SLOT_BYTES

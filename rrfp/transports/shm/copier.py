@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from rrfp.transports.flow import HomeLoop, settle
+from rrfp.transports.links.flow import HomeLoop, settle
 
 _Job = tuple[Callable[[], None], asyncio.Future[None]]
 

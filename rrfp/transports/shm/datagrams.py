@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rrfp.errors import FrameError
-from rrfp.transports.wire import MAX_HEADER_BYTES
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES
 
 #: Tensors of a message that travel in its datagram: two copies of so little cost less than a slot's page faults.
 INLINE_BYTES = 64 << 10

@@ -15,14 +15,14 @@ from typing import Protocol
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
-from rrfp.transports.flow import Credits, Window, apply_credit
-from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.links.flow import Credits, Window, apply_credit
 from rrfp.transports.shm.datagrams import pack
 from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WANT, WELCOME, ShmInlet, ShmReceiver
 from rrfp.transports.shm.outlet import ShmOutlet
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import TransportState
-from rrfp.transports.wire import Sealed
+from rrfp.transports.wire.codec import Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: Datagrams that are read of one channel before the loop runs.
 _BATCH = 32

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from rrfp.errors import TransportError
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 
 #: States of a process in /proc/PID/stat: stopped by a signal, and by a debugger.
 _STOPPED = (b"T", b"t")

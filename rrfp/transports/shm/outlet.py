@@ -8,14 +8,14 @@ from functools import partial
 
 from rrfp.errors import PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Message
-from rrfp.transports.flow import Window, cost_of
+from rrfp.transports.links.flow import Window, cost_of
 from rrfp.transports.shm.datagrams import INLINE_BYTES, DatagramBody, pack
 from rrfp.transports.shm.inlet import DROP
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slot_pool import SlotLoan, SlotPool, is_same
 from rrfp.transports.shm.slots import Slot, padded, with_limit
-from rrfp.transports.tensor_bytes import copy_bytes
+from rrfp.transports.wire.tensor_bytes import copy_bytes
 
 #: Larger messages are copied in the helper thread. Up to here a copy keeps the loop busy for less than half a
 #: millisecond, without the GIL; a thread costs as much processor time in switches alone.

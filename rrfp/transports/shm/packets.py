@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rrfp.errors import TransportError
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm.datagrams import MAX_DATAGRAM_BYTES
 
 #: Wanted for each direction of a socket; the kernel grants net.core.wmem_max at most.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm.copier import Copier
-from rrfp.transports.wire import Codec
+from rrfp.transports.wire.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.transports.tensor_bytes import ALIGNMENT
+from rrfp.transports.wire.tensor_bytes import ALIGNMENT
 
 #: The state byte has a cache line of its own, so that the tensors after it are aligned.
 HEAD_BYTES = ALIGNMENT

@@ -25,9 +25,8 @@ from torch import Tensor
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.flow import HomeLoop
-from rrfp.transports.header_checks import HeaderChecks, shown
-from rrfp.transports.linked import LinkedTransport
+from rrfp.transports.links.flow import HomeLoop
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, unpack
@@ -39,7 +38,8 @@ from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surplus
 from rrfp.transports.shm.slots import with_limit
-from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.wire.codec import Codec, Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks, shown
 
 #: Takes a greeted connection: rank, channel, socket and process. Raises a FrameError if that channel has one already.
 OnGreeted = Callable[[int, Channel, PacketSocket, int], None]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rrfp.errors import ConfigError
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
-from rrfp.transports.header_checks import HeaderChecks, TensorSpec
-from rrfp.transports.tensor_bytes import DTYPE_NAMES
+from rrfp.transports.wire.header_checks import HeaderChecks, TensorSpec
+from rrfp.transports.wire.tensor_bytes import DTYPE_NAMES
 
 #: [number, specs, fields]: a P2P channel brings tensors of the message.
 BESIDE = "tunnel_tensors"

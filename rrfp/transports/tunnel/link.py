@@ -23,8 +23,7 @@ from torch import Tensor
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Channel, Message, Plain, Transport, TransportContext, sending_at_once
-from rrfp.transports.flow import Credits, HomeLoop, Window, cost_of, grant
-from rrfp.transports.tensor_bytes import check_sendable
+from rrfp.transports.links.flow import Credits, HomeLoop, Window, cost_of, grant
 from rrfp.transports.tunnel.announcements import (
     BESIDE,
     CREDIT,
@@ -42,6 +41,7 @@ from rrfp.transports.tunnel.announcements import (
 from rrfp.transports.tunnel.arrivals import Arrivals
 from rrfp.transports.tunnel.p2p import P2PChannel, P2PError
 from rrfp.transports.tunnel.staging import Staging, failure_of, staged_indices
+from rrfp.transports.wire.tensor_bytes import check_sendable
 
 LEFT = "it closed its end"
 
@@ -71,7 +71,7 @@ class TunnelOwner(Protocol):
 
 
 class StagedLink:
-    """The connection to ``peer`` over ``base``; see `rrfp.transports.linked.LinkContract`."""
+    """The connection to ``peer`` over ``base``; see `rrfp.transports.links.linked.LinkContract`."""
 
     def __init__(self, peer: int, base: Transport, owner: TunnelOwner, home: HomeLoop) -> None:
         self.peer = peer
@@ -216,7 +216,7 @@ class StagedLink:
 
 
 class Outlet:
-    """One channel to one peer; see `rrfp.transports.linked.OutletContract`."""
+    """One channel to one peer; see `rrfp.transports.links.linked.OutletContract`."""
 
     def __init__(self, link: StagedLink, window: Window) -> None:
         self.window = window

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Plain
-from rrfp.transports.header_checks import TensorSpec
+from rrfp.transports.wire.header_checks import TensorSpec
 
 
 class P2PError(RuntimeError):

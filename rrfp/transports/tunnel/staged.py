@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rrfp.devices.copies import DeviceCopies
 from rrfp.transports.base import Transport
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.tunnel.link import StagedLink
 from rrfp.transports.tunnel.transport import TunnelTransport
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from rrfp.devices.copies import DeviceCopies, held_by, with_copies
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportError
 from rrfp.transports.base import Channel, LendsMemory, Loan, Message, Transport
-from rrfp.transports.tensor_bytes import check_sendable, from_buffer
 from rrfp.transports.tunnel.announcements import DEVICES
+from rrfp.transports.wire.tensor_bytes import check_sendable, from_buffer
 
 _MAX_KIND_LENGTH = 32
 

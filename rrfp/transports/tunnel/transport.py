@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Deliver, Message, Transport, TransportContext, TransportStatistics, delivering
-from rrfp.transports.linked import LinkedTransport
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.tunnel.link import StagedLink
 
 

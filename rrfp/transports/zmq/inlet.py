@@ -22,9 +22,9 @@ import zmq
 
 from rrfp.errors import FrameError
 from rrfp.transports.base import Channel, Message, TransportContext
-from rrfp.transports.header_checks import MAX_ITEMS
-from rrfp.transports.pool import BufferPool
-from rrfp.transports.wire import MAX_HEADER_BYTES, Codec, Sealed
+from rrfp.transports.links.pool import BufferPool
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, Codec, Sealed
+from rrfp.transports.wire.header_checks import MAX_ITEMS
 from rrfp.transports.zmq.endpoint import bind, unbind
 from rrfp.transports.zmq.gate import authenticated_rank
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, Assembly

@@ -15,8 +15,8 @@ from functools import partial
 from rrfp import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError
 from rrfp.transports.base import Channel
-from rrfp.transports.flow import Credits, Window, apply_credit
-from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.links.flow import Credits, Window, apply_credit
+from rrfp.transports.wire.codec import Codec, Sealed
 from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WANT, WELCOME, Route
 from rrfp.transports.zmq.outlet import ZmqOutlet
 

@@ -15,8 +15,8 @@ import zmq
 
 from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.flow import HomeLoop, Window, cost_of
-from rrfp.transports.wire import Codec
+from rrfp.transports.links.flow import HomeLoop, Window, cost_of
+from rrfp.transports.wire.codec import Codec
 from rrfp.transports.zmq.pieces import INLINE_BYTES, PIECE_BYTES, Piece, split_inline
 
 #: zmq messages that libzmq holds before a sender waits: 8 MiB of large pieces.

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rrfp.errors import FrameError
-from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Message
-from rrfp.transports.pool import BufferPool
-from rrfp.transports.tensor_bytes import copy_bytes
+from rrfp.transports.links.pool import BufferPool
+from rrfp.transports.wire.announcements import Announcement
+from rrfp.transports.wire.tensor_bytes import copy_bytes
 
 PIECE_BYTES = 1 << 20
 

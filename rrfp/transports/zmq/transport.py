@@ -17,10 +17,10 @@ import zmq
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.flow import HomeLoop, Window
-from rrfp.transports.linked import LinkedTransport
+from rrfp.transports.links.flow import HomeLoop, Window
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.wire import Sealed
+from rrfp.transports.wire.codec import Sealed
 from rrfp.transports.zmq.endpoint import IPC, choose_address
 from rrfp.transports.zmq.gate import Gate
 from rrfp.transports.zmq.inlet import Route, ZmqInlet, identity_of

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from rrfp import timeouts
 from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Channel, Deliver, Message
-from rrfp.transports.header_checks import HeaderChecks
-from rrfp.transports.wire import Sealed
+from rrfp.transports.wire.codec import Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: Bytes that each message counts beside its tensors, so that a queue of empty messages is bounded too.
 MESSAGE_OVERHEAD = 512

@@ -12,8 +12,8 @@ from torch import Tensor
 from rrfp.errors import FrameError
 from rrfp.model.tasks import StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind
-from rrfp.transports.header_checks import HeaderChecks, TensorSpec
-from rrfp.transports.tensor_bytes import copied_from, from_buffer
+from rrfp.transports.wire.header_checks import HeaderChecks, TensorSpec
+from rrfp.transports.wire.tensor_bytes import copied_from, from_buffer
 
 #: Headers of which the checked fields are kept: of a few steps and shapes; then they are forgotten.
 _MAX_KNOWN = 64

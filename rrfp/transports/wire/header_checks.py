@@ -16,7 +16,7 @@ import torch
 
 from rrfp.errors import FrameError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.transports.tensor_bytes import DTYPES, MAX_DIMENSIONS
+from rrfp.transports.wire.tensor_bytes import DTYPES, MAX_DIMENSIONS
 
 #: Bytes of one announced tensor: beyond it, strides would overflow 64 bits.
 MAX_TENSOR_BYTES = 1 << 60

@@ -17,9 +17,9 @@ from rrfp import timeouts
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Deliver, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window
-from rrfp.transports.rate_limited_log import RateLimitedLog
-from rrfp.transports.wire import Codec
+from rrfp.transports.links.flow import CLOSED, HomeLoop, Inbox, Window
+from rrfp.transports.links.rate_limited_log import RateLimitedLog
+from rrfp.transports.wire.codec import Codec
 
 _log = get_logger(__name__)
 

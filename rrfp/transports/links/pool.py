@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rrfp.transports.tensor_bytes import allocate
+from rrfp.transports.wire.tensor_bytes import allocate
 
 #: Smaller buffers come from the allocator, which keeps them warm by itself.
 POOLED_FROM_BYTES = 256 << 10
