@@ -27,7 +27,7 @@ from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.tunnel.link import TunnelLink
-from rrfp.transports.tunnel.staged import staged
+from rrfp.transports.tunnel.transport import staged
 
 #: By slots of device memory, and staged.
 WAYS = ("cuda_ipc", "shm")

@@ -20,7 +20,7 @@ from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.tunnel.staged import staged
+from rrfp.transports.tunnel.transport import staged
 
 
 @dataclass(frozen=True, slots=True)

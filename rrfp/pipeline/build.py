@@ -54,7 +54,7 @@ from rrfp.runtime.stage_runner import StageRunner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret
-from rrfp.transports.tunnel.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.version import __version__
 
 logger = get_logger(__name__)

@@ -232,7 +232,7 @@ def _read_publication(case: bytes) -> object:
     if which == b"f":
         return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
-        attempt = outcome(_Trial(context(), _Unreachable(), 0.0)._try(0, value))  # type: ignore[arg-type]
+        attempt = outcome(_Trial(context(), _Unreachable(), 0, 0.0)._try(value))  # type: ignore[arg-type]
         assert attempt.reason
         return attempt
     published = _Published.unpack(0, value)

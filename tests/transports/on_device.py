@@ -24,7 +24,7 @@ from rrfp.transports.base import Channel, Message, Transport, TransportContext
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.transport import ShmTransport
-from rrfp.transports.tunnel.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 

@@ -20,7 +20,7 @@ from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.auto import auto_transport
 from rrfp.transports.base import Transport
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
-from rrfp.transports.tunnel.link import StagedLink
+from rrfp.transports.tunnel.staged import StagedLink
 
 
 class Stuck(SeparateDouble):

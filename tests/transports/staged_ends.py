@@ -18,7 +18,7 @@ from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
 from rrfp.devices.copies import DeviceCopies
 from rrfp.transports.base import Transport, TransportContext
-from rrfp.transports.tunnel.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 MakeTransport = Callable[[TransportContext], Transport]

@@ -28,7 +28,8 @@ from rrfp.transports.auto import AutoTransport, auto_transport
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.trial import Host
-from rrfp.transports.tunnel.link import StagedLink, TunnelLink
+from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.staged import StagedLink
 
 
 def test_auto_takes_cuda_ipc_where_ranks_are_processes_with_devices() -> None:

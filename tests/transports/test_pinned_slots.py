@@ -19,7 +19,7 @@ from rrfp.devices.copies import DeviceCopies
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, soon
 from rrfp.transports.base import Transport
 from rrfp.transports.shm.transport import ShmTransport
-from rrfp.transports.tunnel.staged import staged
+from rrfp.transports.tunnel.transport import staged
 
 LARGE = 1 << 16
 

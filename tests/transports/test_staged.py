@@ -26,7 +26,7 @@ from rrfp.testing.transport_checks.pair import assert_same, data, index_of, rece
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.tunnel.announcements import DEVICES
-from rrfp.transports.tunnel.staged import StagedTransport, staged
+from rrfp.transports.tunnel.transport import StagedTransport, staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 

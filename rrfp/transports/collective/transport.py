@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,7 @@ from rrfp.transports.base import Message, Rendezvous, TransportContext
 from rrfp.transports.collective.channel import Backend, GroupChannel, PairGroup, RankPair
 from rrfp.transports.collective.nccl import NcclBackend
 from rrfp.transports.collective.threads import start_thread
-from rrfp.transports.links.flow import CLOSED, HomeLoop, settle
+from rrfp.transports.links.flow import CLOSED, HomeLoop
 from rrfp.transports.rendezvous import in_thread
 from rrfp.transports.tunnel.link import TunnelLink
 from rrfp.transports.tunnel.p2p import P2PChannel
@@ -83,76 +83,6 @@ class RendezvousStore(Store):
         return future.result()
 
 
-class GroupMaker:
-    """Makes the groups of one rank, in the same order on all ranks and off the loop. Create it on the loop."""
-
-    def __init__(self, context: TransportContext, backend: Backend, home: HomeLoop) -> None:
-        self._context = context
-        self._backend = backend
-        self._home = home
-        self._lock = threading.Lock()
-        self._store: RendezvousStore | None = None
-        self._closed = False
-        self._groups: dict[RankPair, PairGroup] = {}
-        #: Fails with the first error passed to `end`.
-        self._ended: asyncio.Future[None] = home.loop.create_future()
-        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-    async def make(self, peers: Collection[int], deadline_s: float) -> dict[RankPair, PairGroup]:
-        """Both groups between this rank and each of ``peers``."""
-        rank = self._context.rank
-        pairs = sorted(pair for peer in peers for pair in (RankPair(rank, peer), RankPair(peer, rank)))
-        making = asyncio.create_task(self._make(pairs, deadline_s))
-        try:
-            await asyncio.wait({making, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if self._ended.done():
-                self._ended.result()
-            making.result()
-        finally:
-            making.cancel()
-        groups, self._groups = self._groups, {}
-        return groups
-
-    async def _make(self, pairs: Sequence[RankPair], deadline_s: float) -> None:
-        context = self._context
-        for pair in pairs:
-            timeout_s = max(deadline_s - self._home.loop.time(), 0.001)
-            prefix = f"collective/{context.run_id}/{context.restart}/{pair}/"
-            self._store = RendezvousStore(context.rendezvous, prefix, timeout_s)
-            try:
-                # A backend that connects may take no notice of its time limit, as gloo does when the other end died.
-                async with asyncio.timeout_at(deadline_s):
-                    await in_thread(partial(self._connect, pair, self._store, timeout_s), start_thread)
-            except Exception as error:
-                peer = pair.target if pair.source == context.rank else pair.source
-                reason = f"{error!s:.200}" or "its end did not come"
-                limit_s = context.connect_timeout_s
-                raise TransportError(f"no process group with rank {peer} within {limit_s:g} s: {reason}") from error
-
-    def _connect(self, pair: RankPair, store: RendezvousStore, timeout_s: float) -> None:
-        group = self._backend.connect(pair, store, timeout_s)
-        with self._lock:
-            if not self._closed:
-                self._groups[pair] = group
-                return
-        group.abort()
-        raise TransportClosedError(CLOSED)
-
-    def end(self, error: RrfpError) -> None:
-        """Have `make` raise ``error``, and free the groups that it has made and not returned.
-
-        May be called twice; never waits, also for a backend that is connecting.
-        """
-        with self._lock:
-            self._closed = True
-            groups, self._groups = self._groups, {}
-        settle(self._ended, error)
-        if self._store is not None:
-            self._store.close()
-        for group in groups.values():
-            group.abort()
-
-
 async def nccl_backend(context: TransportContext) -> Backend:
     """NCCL, for a rank that computes on a CUDA device."""
     copies, instead = context.copies, "'auto' copies tensors through host memory where nothing better fits"
@@ -199,30 +129,77 @@ class CollectiveTransport(TunnelTransport):
     def __init__(self, context: TransportContext, backend: Backend | None = None) -> None:
         super().__init__(context)
         self._backend = backend
-        self._maker: GroupMaker | None = None
+        #: Those that no link has yet.
+        self._groups: dict[RankPair, PairGroup] = {}
+        self._store: RendezvousStore | None = None
+        self._making: asyncio.Task[None] | None = None
+        #: Why they are not made, once that is so.
+        self._failure: RrfpError | None = None
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
         backend = self._backend or await nccl_backend(context)
-        self._maker = GroupMaker(context, backend, home)
         await self._start_bases(await host_transports(context, home, deadline_s))
         for base in self._bases:
             self._read(base)  # already: a peer that ends while groups are made would be waited for
-        groups = await self._maker.make(context.tensor_peers, deadline_s)
+        self._making = asyncio.create_task(self._make_groups(backend, deadline_s))
+        try:
+            await self._making
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        groups, self._groups = self._groups, {}
         self._attach(
             TunnelLink(peer, base, self, home, _channel_with(peer, context.rank, groups, backend))
             for base in self._bases
             for peer in base.context.peers
         )
 
+    async def _make_groups(self, backend: Backend, deadline_s: float) -> None:
+        """Make both groups with each peer, in the same order on all ranks and off the loop."""
+        context, rank = self.context, self.context.rank
+        pairs = (pair for peer in context.tensor_peers for pair in (RankPair(rank, peer), RankPair(peer, rank)))
+        for pair in sorted(pairs):
+            timeout_s = max(deadline_s - asyncio.get_running_loop().time(), 0.001)
+            prefix = f"collective/{context.run_id}/{context.restart}/{pair}/"
+            self._store = RendezvousStore(context.rendezvous, prefix, timeout_s)
+            try:
+                # A backend that connects may take no notice of its time limit, as gloo does when the other end died.
+                async with asyncio.timeout_at(deadline_s):
+                    await in_thread(partial(self._make_group, backend, pair, self._store, timeout_s), start_thread)
+            except Exception as error:
+                peer = pair.target if pair.source == rank else pair.source
+                reason, limit_s = f"{error!s:.200}" or "its end did not come", context.connect_timeout_s
+                raise TransportError(f"no process group with rank {peer} within {limit_s:g} s: {reason}") from error
+
+    def _make_group(self, backend: Backend, pair: RankPair, store: RendezvousStore, timeout_s: float) -> None:
+        self._groups[pair] = backend.connect(pair, store, timeout_s)
+        if self._failure is not None:  # while it connected
+            self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        """Free the groups that no link has; on any thread."""
+        for pair in list(self._groups):
+            if (group := self._groups.pop(pair, None)) is not None:
+                group.abort()
+
+    def _give_up(self, error: RrfpError) -> None:
+        """Make no groups; ``start`` raises the first ``error``."""
+        self._failure = self._failure or error
+        if self._making is not None:
+            self._making.cancel()
+        if self._store is not None:
+            self._store.close()
+        self._abort_groups()
+
     def _on_early(self, entry: Message | RrfpError) -> None:
         super()._on_early(entry)
-        if isinstance(entry, PeerLostError) and self._maker is not None:
-            self._maker.end(TransportError(f"rank {entry.peer} connected, then left: {entry.reason}"))
+        if isinstance(entry, PeerLostError):
+            self._give_up(TransportError(f"rank {entry.peer} connected, then left: {entry.reason}"))
 
     def _free(self) -> None:
-        if self._maker is not None:
-            self._maker.end(TransportClosedError(CLOSED))
+        self._give_up(TransportClosedError(CLOSED))
         super()._free()
 
 

@@ -17,7 +17,8 @@ from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host
-from rrfp.transports.tunnel.link import StagedLink, TunnelLink
+from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.staged import StagedLink
 from rrfp.transports.tunnel.transport import TunnelTransport
 
 

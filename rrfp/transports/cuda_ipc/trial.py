@@ -52,11 +52,7 @@ async def try_slots(
     context: TransportContext, copies: SharesDeviceMemory, peers: Collection[int], deadline_s: float
 ) -> dict[int, Slots | str]:
     """For each of ``peers`` the slots, or why there can be none."""
-    if not peers:
-        return {}
-    trial = _Trial(context, copies, deadline_s)
-    await trial.prepare()
-    tries = [asyncio.create_task(trial.run(peer)) for peer in peers]
+    tries = [asyncio.create_task(_Trial(context, copies, peer, deadline_s).run()) for peer in peers]
     try:
         return dict(zip(peers, await asyncio.gather(*tries), strict=True))
     finally:
@@ -65,44 +61,24 @@ async def try_slots(
 
 
 class _Trial:
-    """One rank's part."""
+    """One rank's part of a trial with one peer."""
 
-    def __init__(self, context: TransportContext, copies: SharesDeviceMemory, deadline_s: float) -> None:
+    def __init__(self, context: TransportContext, copies: SharesDeviceMemory, peer: int, deadline_s: float) -> None:
         self._context = context
         self._copies = copies
+        self._peer = peer
         self._deadline_s = deadline_s
         self._room = room_of_slots(context.queue_bytes)
-        self._tensor: Tensor | None = None
-        self._checksum = 0
-        self._obstacle = ""
 
-    def _key(self, source: int, target: int, part: str) -> str:
-        return f"cuda_ipc/{self._context.run_id}/{self._context.restart}/{source}-{target}/{part}"
-
-    async def prepare(self) -> None:
-        """Make the tensor that all peers read."""
-        content = torch.frombuffer(bytearray(secrets.token_bytes(TRIED_BYTES)), dtype=torch.uint8)
-        self._checksum = _checksum(content)
-        try:
-            (self._tensor,) = await self._copies.to_device([content])
-        except TransportClosedError:
-            raise
-        except Exception as error:  # a device may raise anything
-            self._obstacle = f"rank {self._context.rank} cannot hold {TRIED_BYTES} bytes: {_line(error)}"
-
-    async def run(self, peer: int) -> Slots | str:
+    async def run(self) -> Slots | str:
         """Both ways."""
-        context, rank = self._context, self._context.rank
-        own, offer = await self._offer(peer)
-        await publish_in_time(context, self._key(rank, peer, "memory"), offer)
-        published = await lookup_peer(context, peer, self._key(peer, rank, "memory"), self._deadline_s)
-        attempt = await self._try(peer, published)
+        rank, peer = self._context.rank, self._peer
+        own, offer = await self._offer()
+        attempt = await self._try(await self._exchange("memory", offer))
         if attempt.reason:
             attempt.reason = f"rank {rank} cannot read memory of rank {peer}: {attempt.reason}"
-        answer: bytes = msgpack.packb([attempt.reason, attempt.memory is not None])
-        await publish_in_time(context, self._key(peer, rank, "answer"), answer)
-        answer = await lookup_peer(context, peer, self._key(rank, peer, "answer"), self._deadline_s)
-        reason, is_open = _answer(peer, answer)
+        answer = await self._exchange("answer", _packed(attempt.reason, attempt.memory is not None))
+        reason, is_open = self._read_answer(answer)
         if own is not None and attempt.memory is not None and not (attempt.reason or reason):
             return Slots(own, self._room, attempt.memory, attempt.room)
         if own is not None:
@@ -112,21 +88,28 @@ class _Trial:
         both = (attempt.reason, reason) if rank < peer else (reason, attempt.reason)
         return next(filter(None, both))  # the same at both ends
 
-    async def _offer(self, peer: int) -> tuple[SharedMemory | None, bytes]:
+    async def _exchange(self, part: str, value: bytes) -> bytes:
+        """Publish a value for the peer, and wait for the peer's."""
+        context, rank, peer = self._context, self._context.rank, self._peer
+        key = f"cuda_ipc/{context.run_id}/{context.restart}/{part}"
+        await publish_in_time(context, f"{key}/{rank}-{peer}", value)
+        return await lookup_peer(context, peer, f"{key}/{peer}-{rank}", self._deadline_s)
+
+    async def _offer(self) -> tuple[SharedMemory | None, bytes]:
         """The memory, and the bytes to publish."""
-        if self._tensor is None:
-            return None, _packed(self._obstacle)
+        content = torch.frombuffer(bytearray(secrets.token_bytes(TRIED_BYTES)), dtype=torch.uint8)
         try:
-            memory = await self._copies.share(SLOTS * self._room, peer=peer)
-            await self._copies.write(memory, [self._tensor], [_PART], peer=peer)
+            on_device = await self._copies.to_device([content], peer=self._peer)
+            memory = await self._copies.share(SLOTS * self._room, peer=self._peer)
+            await self._copies.write(memory, on_device, [_PART], peer=self._peer)
         except TransportClosedError:
             raise
-        except Exception as error:
-            return None, _packed(f"rank {self._context.rank} cannot share memory: {_line(error)}")
-        return memory, _packed("", memory.fields, self._room, self._checksum)
+        except Exception as error:  # a device may raise anything
+            return None, _packed(f"rank {self._context.rank} cannot share memory: {_line(error)}", None, 0, 0)
+        return memory, _packed("", memory.fields, self._room, _checksum(content))
 
-    async def _try(self, peer: int, published: bytes) -> _Attempt:
-        """Open and read what a peer offers."""
+    async def _try(self, published: bytes) -> _Attempt:
+        """Open and read what the peer offers."""
         try:
             obstacle, fields, room, checksum = msgpack.unpackb(published)
             if obstacle:
@@ -141,9 +124,9 @@ class _Trial:
         attempt = _Attempt(room=room)
         try:
             async with asyncio.timeout(timeouts.TRIAL_S):
-                attempt.memory = await self._copies.open_shared(fields, peer=peer)
-                read = await self._copies.read(attempt.memory, [_SPEC], [_PART], peer=peer)
-                (content,) = await self._copies.to_host(read, peer=peer)
+                attempt.memory = await self._copies.open_shared(fields, peer=self._peer)
+                read = await self._copies.read(attempt.memory, [_SPEC], [_PART], peer=self._peer)
+                (content,) = await self._copies.to_host(read, peer=self._peer)
                 if _checksum(content) != checksum:
                     attempt.reason = "it brings other bytes"
         except TransportClosedError:
@@ -154,18 +137,17 @@ class _Trial:
             attempt.reason = _line(error)
         return attempt
 
+    def _read_answer(self, answer: bytes) -> tuple[str, bool]:
+        """Why the peer cannot read this rank's memory, if it cannot; and whether it has it open."""
+        try:
+            reason, is_open = msgpack.unpackb(answer)
+            return str(reason), bool(is_open)
+        except Exception as error:  # msgpack raises many types
+            return f"what rank {self._peer}, or another program, wrote to the store is malformed: {_line(error)}", True
 
-def _answer(peer: int, answer: bytes) -> tuple[str, bool]:
-    """Why a peer cannot read this rank's memory, if it cannot; and whether it has it open."""
-    try:
-        reason, is_open = msgpack.unpackb(answer)
-        return str(reason), bool(is_open)
-    except Exception as error:  # msgpack raises many types
-        return f"what rank {peer}, or another program, wrote to the store is malformed: {_line(error)}", True
 
-
-def _packed(obstacle: str, fields: Any = None, room: int = 0, checksum: int = 0) -> bytes:
-    packed: bytes = msgpack.packb([obstacle, fields, room, checksum])
+def _packed(*fields: Any) -> bytes:
+    packed: bytes = msgpack.packb(fields)
     return packed
 
 

@@ -1,33 +1,27 @@
-"""Links over a base transport: one that stages device tensors in host memory, and one with a P2P channel beside it.
+"""Links with a P2P channel: tensors that it can move go beside the base transport.
 
-`StagedLink` needs nothing of the other end, which may be the base transport alone. Its memory is bounded by the base
-transport, of which the next message of a channel is read when the one before has been received.
-
-The two ends of a `TunnelLink` bound by windows of their own what was sent and not received. They have two observers of
-a peer's end. The base transport reports it once, after the peer's last message and with the reason. A P2P channel only
-fails. So a failed one is no loss before the base transport had `FAREWELL_TIMEOUT_S` to report that, or the peer's
-farewell; and a loss that the base transport reports waits `LAST_MESSAGES_S` for tensors that still move.
+Both ends bound by windows of their own what was sent and not received. They have two observers of a peer's end. The
+base transport reports it once, after the peer's last message and with the reason. A P2P channel only fails. So a failed
+one is no loss before the base transport had `FAREWELL_TIMEOUT_S` to report that, or the peer's farewell; and a loss
+that the base transport reports waits `LAST_MESSAGES_S` for tensors that still move.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from rrfp import timeouts
-from rrfp.errors import ConfigError, FrameError, PeerLostError, RrfpError, TransportError
-from rrfp.transports.base import Channel, Message, Plain, Transport, TransportContext, sending_at_once
+from rrfp.errors import ConfigError, FrameError, PeerLostError, RrfpError
+from rrfp.transports.base import Channel, Message, Plain, Transport
 from rrfp.transports.links.flow import Credits, HomeLoop, Window, cost_of, grant
 from rrfp.transports.tunnel.announcements import (
     BESIDE,
     CREDIT,
-    DEVICES,
     ENTRY,
     FAREWELL,
     WANT,
@@ -38,203 +32,11 @@ from rrfp.transports.tunnel.announcements import (
     entry_of,
     number_of,
 )
-from rrfp.transports.tunnel.arrivals import Arrivals
 from rrfp.transports.tunnel.p2p import P2PChannel, P2PError
-from rrfp.transports.tunnel.staging import Staging, failure_of, staged_indices
+from rrfp.transports.tunnel.staged import Outlet, StagedLink, TunnelOwner, failure_of
 from rrfp.transports.wire.tensor_bytes import check_sendable
 
 LEFT = "it closed its end"
-
-#: So many seconds after its start, a copy to the device is late. They last milliseconds.
-LATE_S = 0.5
-
-
-class TunnelOwner(Protocol):
-    """The transport, to which links report."""
-
-    context: TransportContext
-
-    def on_message(self, message: Message, num_bytes: int) -> None:
-        """A whole message arrived."""
-
-    def on_bad_frame(self, error: TransportError) -> None:
-        """A message of the base transport was dropped."""
-
-    def on_lost(self, error: PeerLostError) -> None:
-        """The peer is lost, and its last message was reported."""
-
-    def on_failure(self, error: RrfpError) -> None:
-        """An error of this end: ``receive`` raises it."""
-
-    async def leave_base(self, base: Transport) -> None:
-        """One link has left; returns when all over this base have, and it is closed."""
-
-
-class StagedLink:
-    """The connection to ``peer`` over ``base``; see `rrfp.transports.links.linked.LinkContract`."""
-
-    def __init__(self, peer: int, base: Transport, owner: TunnelOwner, home: HomeLoop) -> None:
-        self.peer = peer
-        self.base = base
-        self.is_connected = True
-        self.opened = asyncio.Event()
-        self.opened.set()
-        self.at_once = sending_at_once(base)
-        copies = owner.context.copies
-        self.staging = None if copies is None or copies.kind in base.carries else Staging(peer, base, copies)
-        self._owner = owner
-        self._home = home
-        self._arrivals = Arrivals(self._on_whole, self._on_dropped, self.on_failed)
-        self._outlets = {channel: self._new_outlet(channel) for channel in Channel}
-        #: By channel, messages that were passed on or are being completed, and that ``receive`` has not returned.
-        self._unreceived = dict.fromkeys(Channel, 0)
-        self._received = asyncio.Event()
-        #: Why sends fail.
-        self._error: RrfpError | None = None
-        #: The loss to be reported, once messages that are being completed have ended or their time is up.
-        self._loss: PeerLostError | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._reported = False
-
-    def _new_outlet(self, channel: Channel) -> Outlet:
-        # The base transport bounds what is sent; this window only carries the error of sends.
-        return Outlet(self, Window(sys.maxsize, self._home))
-
-    @property
-    def outlets(self) -> Mapping[Channel, Outlet]:
-        """One for each channel."""
-        return self._outlets
-
-    def to_stage(self, message: Message) -> list[int]:
-        """The indices of the tensors that pass through host memory."""
-        return [] if self.staging is None else self.staging.to_copy(message)
-
-    async def send_whole(self, message: Message) -> None:
-        """Send a message by the base transport alone."""
-        if self.staging is not None and (indices := self.to_stage(message)):
-            await self.staging.send(message, indices)
-        else:
-            await self.base.send(self.peer, message)
-
-    async def room_for(self, channel: Channel) -> None:
-        """Wait until ``receive`` has returned the message of ``channel`` before.
-
-        Behind a copy that is late there is room: where the device is stuck, an abort must get through.
-        """
-        while self._unreceived[channel]:
-            self._received.clear()
-            try:
-                async with asyncio.timeout(LATE_S if self._arrivals.is_first_pending(channel) else None):
-                    await self._received.wait()
-            except TimeoutError:
-                return
-
-    def on_message(self, message: Message) -> None:
-        """The base transport brought a message."""
-        try:
-            if not self._reported:
-                self._add(message)
-        except FrameError as error:
-            self._owner.on_bad_frame(error)
-
-    def _add(self, message: Message) -> None:
-        staging, indices = self.staging, staged_indices(message) if DEVICES in message.body else []
-        self._unreceived[message.channel] += 1
-        if staging is not None and indices:
-            self._arrivals.add_pending(message.channel, message.num_bytes, staging.on_device(message, indices))
-        else:
-            self._arrivals.add(message)
-
-    def _on_whole(self, message: Message, num_bytes: int) -> None:
-        if not self._reported:
-            self._owner.on_message(message, num_bytes)
-        self._report_if_idle()
-
-    def _on_dropped(self, channel: Channel, num_bytes: int, error: TransportError) -> None:
-        self.consumed(channel, num_bytes)
-        self._owner.on_failure(error)
-        self._report_if_idle()
-
-    def consumed(self, channel: Channel, num_bytes: int) -> None:
-        """See `LinkContract.consumed`."""
-        self._unreceived[channel] -= 1
-        self._received.set()
-
-    # The peer's end.
-
-    def on_lost(self, error: PeerLostError) -> None:
-        """The base transport lost the peer; all that it brought was passed to `on_message`."""
-        if self._loss is not None or self._reported:
-            return
-        self._loss = error
-        self._fail(error)
-        self._stop_timer()
-        self._timer = self._home.loop.call_later(timeouts.LAST_MESSAGES_S, self._report)
-        self._report_if_idle()
-
-    def _report_if_idle(self) -> None:
-        if self._loss is not None and not self._arrivals.pending:
-            self._report()
-
-    def _report(self) -> None:
-        self._stop_timer()
-        if self._loss is not None and not self._reported:
-            self._reported = True
-            self._owner.on_lost(self._loss)
-
-    def on_failed(self, error: P2PError) -> None:
-        """Tensors failed to move. Which of the ends that this may mean is left to the base transport, for a while."""
-        if self._loss is not None:
-            self._report_if_idle()
-        elif self._error is None and self._timer is None:
-            lost = PeerLostError(self.peer, f"its tensors failed to arrive, or those for it: {error!s:.200}")
-            self._timer = self._home.loop.call_later(timeouts.FAREWELL_TIMEOUT_S, self.on_lost, lost)
-
-    def _fail(self, error: RrfpError) -> None:
-        """Make all sends raise ``error``, unless they raise another one already."""
-        self._error = self._error or error
-        for outlet in self._outlets.values():
-            outlet.window.fail(error)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    # This rank's end.
-
-    async def leave(self) -> None:
-        """See `LinkContract.leave`."""
-        await self._owner.leave_base(self.base)
-
-    def end(self, error: RrfpError) -> None:
-        """See `LinkContract.end`."""
-        self._stop_timer()
-        self._reported = True
-        self._fail(error)
-        self._arrivals.end()
-
-
-class Outlet:
-    """One channel to one peer; see `rrfp.transports.links.linked.OutletContract`."""
-
-    def __init__(self, link: StagedLink, window: Window) -> None:
-        self.window = window
-        self._link = link
-        self._turn = asyncio.Lock()
-
-    async def send(self, message: Message, num_bytes: int) -> None:
-        """See `OutletContract.send`. Cancelled while it copies, it has sent nothing."""
-        async with self._turn:
-            self.window.check()
-            await self._link.send_whole(message)
-
-    def send_at_once(self, message: Message, num_bytes: int) -> bool:
-        """See `OutletContract.send_at_once`: only what the base transport can send at once."""
-        link = self._link
-        if link.at_once is None or self._turn.locked() or link.to_stage(message):
-            return False
-        return link.at_once.send_at_once(link.peer, message)
 
 
 class TunnelLink(StagedLink):

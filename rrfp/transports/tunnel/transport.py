@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Deliver, Message, Transport, TransportContext, TransportStatistics, delivering
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.links.linked import LinkedTransport
-from rrfp.transports.tunnel.link import StagedLink
+from rrfp.transports.tunnel.staged import StagedLink
 
 
 class TunnelTransport(LinkedTransport[StagedLink]):
@@ -143,3 +145,23 @@ class TunnelTransport(LinkedTransport[StagedLink]):
             reading.cancel()
         if self.context.copies is not None:
             self.context.copies.close()
+
+
+def staged(transport: Transport, copies: DeviceCopies | None) -> Transport:
+    """``transport`` itself if it carries the tensors of the rank's device, else in front of it a `StagedTransport`."""
+    return transport if copies is None or copies.kind in transport.carries else StagedTransport(transport, copies)
+
+
+class StagedTransport(TunnelTransport):
+    """Sends and receives device tensors over ``base``, which sees CPU tensors only. Others pass as they are."""
+
+    def __init__(self, base: Transport, copies: DeviceCopies) -> None:
+        super().__init__(replace(base.context, copies=copies))
+        self.carries |= base.carries
+        self._bases = (base,)
+
+    async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
+        (base,) = self._bases
+        await self._start_bases([base])
+        self._attach(StagedLink(peer, base, self, home) for peer in self.context.peers)
+        self._read(base, by_turns=True)
