@@ -39,7 +39,7 @@ from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSi
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext
-from rrfp.transports.cuda_ipc.trial import _Trial
+from rrfp.transports.cuda_ipc.transport import _Trial
 from rrfp.transports.host_choice import _Published
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.trial import Host

@@ -10,8 +10,8 @@ from rrfp.errors import FrameError, TransportError
 from rrfp.transports.base import Channel, Message
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, DatagramBody, unpack
 from rrfp.transports.shm.packets import Packet
-from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slots import Slot, padded, with_limit
+from rrfp.transports.shm.state import TransportState
 from rrfp.transports.wire.announcements import Announcement
 from rrfp.transports.wire.codec import Sealed
 from rrfp.transports.wire.header_checks import HeaderChecks

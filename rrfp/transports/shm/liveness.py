@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from rrfp.errors import TransportError
+from rrfp.host import pidfd
 from rrfp.transports.links.flow import HomeLoop
 
 #: States of a process in /proc/PID/stat: stopped by a signal, and by a debugger.
@@ -54,7 +55,7 @@ class PeerLiveness:
         Raises a TransportError if this process may open no more files.
         """
         try:
-            descriptor = os.pidfd_open(pid)
+            descriptor = pidfd(pid)
         except ProcessLookupError:
             self._loop.call_soon(on_lost, "its process ended")
             return

@@ -1,10 +1,7 @@
 """Ranks in processes of one host: headers over Unix sockets, tensors in shared memory.
 
 Of two ranks, the higher one connects three sockets to the lower one, one for each channel; each carries its channel
-both ways. There are no threads for input and output: the loop reads and writes. This file joins the parts: `endpoint`
-and `strangers` (finding each other), `link` (the state of a connection), `packets` (a socket), `outlet` and `inlet`
-(the two directions of a channel), `slots` and `slot_pool` (shared memory), `liveness` (processes that ended or were
-stopped).
+both ways. There are no threads for input and output: the loop reads and writes.
 
 Memory: tensors that arrived and were not received yet are bounded by the peers' windows, ``queue_bytes`` a channel.
 Those that were received belong to the receiver. Beyond the most that was in use at once, free slots have `IDLE_BYTES`
@@ -28,16 +25,15 @@ from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, unpack
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.inlet import HELLO
 from rrfp.transports.shm.link import ShmLink
 from rrfp.transports.shm.liveness import PeerLiveness
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surplus
 from rrfp.transports.shm.slots import with_limit
+from rrfp.transports.shm.state import Copier, TransportState
 from rrfp.transports.wire.codec import Codec, Sealed
 from rrfp.transports.wire.header_checks import HeaderChecks, shown
 

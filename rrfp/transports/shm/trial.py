@@ -12,7 +12,7 @@ from functools import partial
 
 from rrfp import timeouts
 from rrfp.errors import TransportError
-from rrfp.host import boot_id, namespace
+from rrfp.host import boot_id, namespace, pidfd
 from rrfp.log import get_logger
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES
 from rrfp.transports.links.flow import HomeLoop
@@ -77,7 +77,7 @@ def _obstacle(max_message_bytes: int) -> str:
         slot = Slot.make(_SLOT, _ROOM)
         slot.reserve()
         slot.close_descriptor()
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(pidfd(os.getpid()))
     except OSError as error:
         return f"the system refuses what shared memory needs (memfd, pidfd): {with_limit(error)}"
     return ""

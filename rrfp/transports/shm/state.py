@@ -1,4 +1,4 @@
-"""Copies that are too long for the loop, in one helper thread of a transport."""
+"""What the connections of one transport share, such as a thread for copies that are too long for the loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from rrfp.transports.links.flow import HomeLoop, settle
+from rrfp.transports.wire.codec import Codec
 
 _Job = tuple[Callable[[], None], asyncio.Future[None]]
 
@@ -63,3 +67,22 @@ def _call(function: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class TransportState:
+    """State shared by a transport's connections."""
+
+    #: The loop.
+    home: HomeLoop
+    codec: Codec
+    #: For large messages.
+    copier: Copier
+    #: The window of each channel.
+    queue_bytes: int
+    #: For the datagram that is read.
+    buffer: bytearray
+    #: Registers the memory of a new slot with the rank's device; the handle keeps it pinned.
+    register: Callable[[Tensor], object]
+    #: See `SlotPool`.
+    make_room: Callable[[], None]
