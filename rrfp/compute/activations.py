@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rrfp.compute.async_tensors import inner_tensors
-from rrfp.compute.thread_modes import saved_tensor_hooks
+from rrfp.compute.caller_context import saved_tensor_hooks
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.activations import storage_pointer
 from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.layout import checksum
-from rrfp.compute.loss_module import class_name
+from rrfp.compute.loss import class_name
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import StageError
 from rrfp.log import get_logger

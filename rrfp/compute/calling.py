@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rrfp.compute.activations import tensors_in
-from rrfp.compute.named_tuples import is_named, with_items
+from rrfp.compute.payload import is_named, with_items
 from rrfp.compute.program import Batch
 from rrfp.errors import ConfigError, StageError
 from rrfp.model.graph import TaskGraph

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute import engine
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.async_tensors import full_tensor, wait_async
 from rrfp.compute.buffers import BufferMemory, CarriedState, StateWatches
 from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
-from rrfp.compute.engine import Root
+from rrfp.compute.determinism import RandomForks, devices_of
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
+from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received, write_counter
-from rrfp.compute.rng import RandomForks, devices_of
+from rrfp.compute.split.autograd_graph import Root, run_backward
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
 from rrfp.core.ready_set import ForcedOrder
@@ -488,7 +487,7 @@ class TorchStage(StageProgram):
         if v in self._split:
             return self._split[v].run(roots, gradients, saved.received.tensors())
         if roots:  # autograd adds the gradients of a root that occurs twice
-            engine.backward(roots, gradients)
+            run_backward(roots, gradients)
         return None
 
     def _loss(self, output: Any, task: Task) -> Tensor | None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from rrfp.compute.gradients.process_groups import global_ranks
-from rrfp.compute.gradients.tie_copies import Ties
+from rrfp.compute.gradients.ties import Ties
 from rrfp.errors import ConfigError, Faults
 from rrfp.model.declared import Graph
 from rrfp.model.topology import Topology

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
+from rrfp.compute.determinism import replica_seed
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
@@ -23,11 +24,9 @@ from rrfp.compute.gradients.process_groups import (
 )
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
-from rrfp.compute.gradients.tie_copies import Ties
-from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
+from rrfp.compute.gradients.ties import ProcessTies, TiedGradients, Ties
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
-from rrfp.compute.rng import replica_seed
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder

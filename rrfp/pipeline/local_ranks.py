@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 from rrfp.arbiter.loop import LoopTime
+from rrfp.compute.caller_context import out_of_reach
+from rrfp.compute.determinism import check_torch, device_types
 from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.tied import TiedGradients
-from rrfp.compute.nondeterminism import check_torch, device_types
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.program import StageProgram
-from rrfp.compute.thread_modes import out_of_reach
 from rrfp.compute.tracebacks import print_no_traceback
 from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError

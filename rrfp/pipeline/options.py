@@ -15,8 +15,8 @@ from rrfp import timeouts
 from rrfp.callbacks.base import Callback
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
+from rrfp.compute.loss import Reduction
 from rrfp.compute.split.backward import Unsplittable
-from rrfp.compute.weighting import Reduction
 from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, Faults, misspelt
 from rrfp.hints.registry import HintSpec, create_hint, create_strict

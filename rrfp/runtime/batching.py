@@ -9,9 +9,9 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from rrfp.compute.named_tuples import is_named
+from rrfp.compute.loss import Reduction, gradient_weights, shared_gradient_weights
+from rrfp.compute.payload import is_named
 from rrfp.compute.program import Batch
-from rrfp.compute.weighting import Reduction, gradient_weights, shared_gradient_weights
 from rrfp.errors import ConfigError
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId

@@ -16,7 +16,7 @@ from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
-from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.mailbox import Mailbox
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev

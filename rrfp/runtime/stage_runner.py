@@ -18,7 +18,7 @@ from rrfp import timeouts
 from rrfp.arbiter.loop import LoopTime, run_arbiter
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import inner_tensors
-from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev

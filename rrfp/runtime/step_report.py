@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rrfp import timeouts
-from rrfp.compute.weighting import Reduction, combine_losses
+from rrfp.compute.loss import Reduction, combine_losses
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger

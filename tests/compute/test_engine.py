@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from rrfp.compute import engine
+from rrfp.compute.split import autograd_graph
 
 
 def graph() -> tuple[nn.Linear, Tensor, Tensor]:
@@ -25,16 +25,18 @@ def test_gradients_are_those_of_the_public_functions(is_direct: bool, monkeypatc
     linear, x, output = graph()
     expected = torch.autograd.grad(output, (x, linear.weight), torch.ones(5, 3))
     if not is_direct:  # as in a torch without the private name
-        monkeypatch.setattr(engine, "_run_engine", None)
+        monkeypatch.setattr(autograd_graph, "_run_engine", None)
 
     _, x, output = graph()
-    found = engine.grad([get_gradient_edge(output)], [torch.ones(5, 3)], [x, torch.ones(1, requires_grad=True)])
+    found = autograd_graph.run_grad(
+        [get_gradient_edge(output)], [torch.ones(5, 3)], [x, torch.ones(1, requires_grad=True)]
+    )
     assert torch.equal(not_none(found[0]), expected[0])
     assert found[1] is None, "no gradient reaches it"
     assert x.grad is None
 
     linear, x, output = graph()
-    engine.backward([output, output], [torch.ones(5, 3)] * 2)
+    autograd_graph.run_backward([output, output], [torch.ones(5, 3)] * 2)
     assert torch.equal(not_none(x.grad), 2 * expected[0])
     assert torch.equal(not_none(linear.weight.grad), 2 * expected[1])
 
@@ -58,6 +60,6 @@ def test_a_function_mode_of_the_caller_sees_the_public_functions() -> None:
 
     (_, x, output), (_, _, other) = graph(), graph()
     with Seen() as seen:
-        engine.grad([output], [torch.ones(5, 3)], [x])
-        engine.backward([other], [torch.ones(5, 3)])
+        autograd_graph.run_grad([output], [torch.ones(5, 3)], [x])
+        autograd_graph.run_backward([other], [torch.ones(5, 3)])
     assert {"grad", "backward"} <= seen.names

@@ -13,7 +13,7 @@ from runtime.host_device import CudaLike
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.rng import RandomForks, fork_seed
+from rrfp.compute.determinism import RandomForks, fork_seed
 from rrfp.model.tasks import Kind, Task
 
 

@@ -16,7 +16,7 @@ from fuzz.targets import Decode, Target, parts, plain
 from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError

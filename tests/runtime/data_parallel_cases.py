@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rrfp
 from rrfp import StepResult
-from rrfp.compute.rng import replica_seed
+from rrfp.compute.determinism import replica_seed
 from rrfp.compute.split import backward as split_backward
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference

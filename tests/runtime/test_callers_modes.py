@@ -18,9 +18,9 @@ from torch.utils import _python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rrfp
-from rrfp.compute import thread_modes
+from rrfp.compute import caller_context
+from rrfp.compute.caller_context import ThreadModes
 from rrfp.compute.split import backward as split_backward
-from rrfp.compute.thread_modes import ThreadModes
 
 STAGES, MICROBATCHES = 3, 4
 
@@ -172,10 +172,10 @@ def test_a_profiler_of_all_threads_records_tasks_and_gets_no_warning(caplog: pyt
 
 @pytest.fixture
 def _torch_without_a_private_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    thread_modes._private.cache_clear()
+    caller_context._private.cache_clear()
     monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
     yield
-    thread_modes._private.cache_clear()
+    caller_context._private.cache_clear()
 
 
 @pytest.mark.usefixtures("_torch_without_a_private_name")

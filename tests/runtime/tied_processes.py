@@ -18,7 +18,7 @@ from runtime.toys import loss_fn, placed
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.rng import replica_seed
+from rrfp.compute.determinism import replica_seed
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.testing.reference import reference

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import rrfp
-from rrfp.compute.rng import replica_seed
+from rrfp.compute.determinism import replica_seed
 from rrfp.compute.split import backward as split_backward
 from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.model.placement import Placement

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from rrfp.compute import engine
 from rrfp.compute.activations import Storages, storage_pointer
-from rrfp.compute.split.autograd_graph import Node, is_leaf
+from rrfp.compute.split.autograd_graph import Node, is_leaf, run_backward
 from rrfp.compute.split.weight_rules import RULES, Saved
 from rrfp.errors import StageError
 
@@ -80,7 +79,7 @@ class PendingWeights:
             entrances.edges.append(GradientEdge(node, 0))
         with _without_tensor_hooks(node.variable for node, _ in self.held):
             if gradients:
-                engine.backward(entrances.edges, gradients)
+                run_backward(entrances.edges, gradients)
         self.held, self.deferred, self.num_bytes, self._versions = [], [], 0, []
 
     def _deferred_gradients(self, entrances: _Entrances) -> Iterator[Tensor]:
