@@ -26,10 +26,7 @@ _log = get_logger(__name__)
 
 
 def auto_transport(context: TransportContext) -> Transport:
-    """The best transport for each peer: inproc in one process, shm in one host, otherwise zmq over tcp.
-
-    A rank whose device's memory can be shared between processes gets `cuda_ipc`, which uses these for all else.
-    """
+    """The best transport for each peer, as a plugin's factory makes it."""
     if isinstance(context.rendezvous, LocalRendezvous):
         return InprocTransport(context)
     if not isinstance(context.copies, SharesDeviceMemory):
@@ -40,7 +37,7 @@ def auto_transport(context: TransportContext) -> Transport:
 
 
 async def host_transports(context: TransportContext, home: HomeLoop, deadline_s: float) -> Sequence[Transport]:
-    """The best transports between host memories, not started, each with its part of the peers."""
+    """The best transports between host memories, each with its part of the peers."""
     if isinstance(context.rendezvous, LocalRendezvous):
         return (InprocTransport(context),)
     choice = HostChoice(context, this_host(context.max_message_bytes))
@@ -50,7 +47,7 @@ async def host_transports(context: TransportContext, home: HomeLoop, deadline_s:
 
 
 def explain() -> str:
-    """The choice that `auto` would make for a rank in this process, in a sentence."""
+    """The choice that `auto` would make for a rank of this process."""
     host = this_host()
     if host.obstacle:
         return f"inproc in one process; zmq between all others, and device tensors staged there, since {host.obstacle}"
@@ -144,7 +141,7 @@ class AutoTransport(Transport):
         return self._receiving.pop(inner).result()
 
     def _is_later(self, inner: ShmTransport | ZmqTransport) -> bool:
-        """Whether what it received waits behind a control message or an error of another one."""
+        """Whether its message waits behind another one's control message or error."""
         task = self._receiving[inner]
         return task.exception() is None and task.result().channel is not Channel.CONTROL
 

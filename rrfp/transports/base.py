@@ -381,11 +381,8 @@ def sending_at_once(transport: Transport) -> SendsAtOnce | None:
 
 
 def _fits(transport: object, shortcut: str, method: str) -> bool:
-    """Whether no class replaces ``method`` that leaves the ``shortcut`` of a class above it.
-
-    A class derived from a transport with shortcuts may change ``send`` or ``receive`` alone, to delay or count
-    messages; a shortcut would bypass its method.
-    """
+    """Whether no class derived from the one with ``shortcut`` replaces ``method`` alone."""
+    # It may change ``send`` or ``receive`` alone, to delay or count messages, and a shortcut would bypass that.
     classes = type(transport).__mro__
     defined = [next((i for i, each in enumerate(classes) if name in vars(each)), -1) for name in (shortcut, method)]
     return defined[0] <= defined[1]

@@ -22,7 +22,7 @@ from rrfp.transports.wire.header_checks import TensorSpec
 
 @dataclass(frozen=True, order=True, slots=True)
 class RankPair:
-    """Source and target. Ranks make their groups in ascending order, so that none waits for another in a circle."""
+    """Source and target of a group; ranks make theirs in ascending order."""
 
     source: int
     target: int
@@ -32,21 +32,18 @@ class RankPair:
 
 
 class PairGroup(Protocol):
-    """One rank's end of a process group of two, used one way.
+    """One rank's end of a process group of two, used one way."""
 
-    Attributes:
-        lane: where `move` is called, in the order of numbers; not started.
-        has_tags: whether the number tells transfers apart, so that one may be left out.
-    """
-
+    #: Where `move` is called, in the order of numbers; not started.
     lane: CopyLane
+    #: Whether the number tells transfers apart, so that one may be left out.
     has_tags: bool
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Send or receive tensors that are not empty: complete when this returns, or on the lane's stream."""
+        """Move tensors that are not empty: complete on return, or on the lane's stream."""
 
     def abort(self) -> None:
-        """End the transfers under way and free everything but the lane; never waits. Called once."""
+        """End transfers under way, and free all but the lane. Never waits."""
 
 
 class Backend(Protocol):
@@ -74,7 +71,7 @@ class _OneWay:
         group.lane.start()
 
     def new_future(self) -> asyncio.Future[Any]:
-        """For the end of a transfer; its error may go unread, as a sender may be cancelled."""
+        """For the end of a transfer, whose error may go unread."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future

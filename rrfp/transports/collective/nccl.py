@@ -72,14 +72,14 @@ class NcclGroup:
         self._begin = group.send if is_source else group.recv
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """See `PairGroup.move`. The tensors are complete, or free, so the stream waits for no other one."""
-        for tensor in tensors:
+        """See `PairGroup.move`."""
+        for tensor in tensors:  # complete, or free, so the stream waits for no other one
             # NCCL works on a stream of its own; `wait` makes the lane's wait for it, not the host.
             self._begin([as_byte_tensor(tensor)], self._peer, 0).wait()
 
     def abort(self) -> None:
-        """See `PairGroup.abort`. On a thread of its own: it may hang where the other end does not abort."""
-        start_thread(self._group.abort, "rrfp-nccl-abort")
+        """See `PairGroup.abort`."""
+        start_thread(self._group.abort, "rrfp-nccl-abort")  # it may hang where the other end does not abort
 
 
 class NcclBackend:
@@ -112,9 +112,10 @@ class NcclBackend:
 
 
 def _new_group(store: Any, rank: int, device: torch.device) -> Any:
-    """A connected group of two. Eager: a group that connects with its first transfer blocks the host in it."""
+    """A connected group of two."""
     from torch.distributed import distributed_c10d
 
+    # Eager: a group that connects with its first transfer blocks the host in it.
     groups: Any = distributed_c10d.ProcessGroupNCCL
     options = groups.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeouts.TRANSFER_S)

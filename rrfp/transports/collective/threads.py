@@ -22,7 +22,7 @@ class _CallingThread(threading.Thread):
 
 
 def start_thread(serve: Callable[[], None], name: str) -> None:
-    """Run ``serve`` on a daemon thread, which alone refers to it when this has returned."""
+    """Run ``serve`` on a daemon thread, which alone refers to it then."""
     _CallingThread(target=serve, name=name, daemon=True).start()
 
 

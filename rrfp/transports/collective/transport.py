@@ -38,11 +38,10 @@ CUDA = "cuda"
 
 
 class RendezvousStore(Store):
-    """A torch store over a `Rendezvous`, so that process groups meet wherever the transports do.
+    """A torch store over a `Rendezvous`. Create it on the loop; use it on other threads, one at a time."""
 
-    Process groups ask for keys in C++, on a thread that waits; the rendezvous lives on the loop. So every call here
-    runs on the loop, and `close` ends those that wait. Create it on the loop; use it on other threads, one at a time.
-    """
+    # Process groups ask for keys in C++, on a thread that waits; the rendezvous lives on the loop. So every call runs
+    # on the loop, and `close` ends those that wait.
 
     def __init__(self, rendezvous: Rendezvous, prefix: str, timeout_s: float) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ async def nccl_backend(context: TransportContext) -> Backend:
 
 
 async def check_leave(context: TransportContext) -> str:
-    """The address of the interface on which groups listen, where the job permits plain connections there."""
+    """The address where groups listen, if the job permits plain connections."""
     # Within a host too: any user of it may connect to its loopback addresses.
     address = LOOPBACK if context.single_host else await in_thread(interface_towards_master)
     if context.secret is not None and not context.plain_data:
@@ -119,12 +118,7 @@ async def check_leave(context: TransportContext) -> str:
 
 
 class CollectiveTransport(TunnelTransport):
-    """Tensors between CUDA devices over NCCL; experimental, and not run on several GPUs.
-
-    Args:
-        context: this rank, its peers and the limits. Groups join it with each of ``data_peers``.
-        backend: makes the groups, in place of NCCL.
-    """
+    """Tensors between CUDA devices over NCCL, or what another ``backend`` moves."""
 
     def __init__(self, context: TransportContext, backend: Backend | None = None) -> None:
         super().__init__(context)
@@ -157,7 +151,7 @@ class CollectiveTransport(TunnelTransport):
         )
 
     async def _make_groups(self, backend: Backend, deadline_s: float) -> None:
-        """Make both groups with each peer, in the same order on all ranks and off the loop."""
+        """Make both groups with each peer, in the same order on all ranks."""
         context, rank = self.context, self.context.rank
         pairs = (pair for peer in context.tensor_peers for pair in (RankPair(rank, peer), RankPair(peer, rank)))
         for pair in sorted(pairs):

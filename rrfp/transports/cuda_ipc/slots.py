@@ -39,13 +39,13 @@ _ALIGNMENT = 512
 
 
 def room_of_slots(queue_bytes: int) -> int:
-    """The bytes of each slot, for a window of ``queue_bytes``: all slots together have as much."""
+    """The bytes of a slot; all slots together have ``queue_bytes``."""
     return max(MIN_SLOT_BYTES, queue_bytes // SLOTS // _ALIGNMENT * _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots between this rank and a peer: its own memory and that of the peer, with the room of a slot in each."""
+    """The slots of this rank and of a peer, and the room of each slot."""
 
     own: SharedMemory
     own_room: int
@@ -54,7 +54,7 @@ class Slots:
 
 
 def cut(sizes: Sequence[int], room: int) -> Iterator[list[Part]]:
-    """Tensors of these ``sizes`` in pieces for a slot each, with places in the slot; both ends cut alike."""
+    """Tensors of these ``sizes`` in pieces of a slot each; both ends cut alike."""
     piece: list[Part] = []
     place = 0
     for index, size in enumerate(sizes):
@@ -76,7 +76,7 @@ def _in_slot(parts: Sequence[Part], slot: int, room: int) -> list[Part]:
 
 
 class SlotChannel:
-    """See `P2PChannel`. Its entries: a slot is free again; or [number, slot], the next piece of a transfer."""
+    """See `P2PChannel`. Its entries: a slot that is free again; or [number, slot], a transfer's next piece."""
 
     def __init__(self, slots: Slots, copies: SharesDeviceMemory, link: TunnelLink) -> None:
         self._slots = slots
@@ -117,7 +117,7 @@ class SlotChannel:
             await self._link.base.send(self._peer, entry_of({ENTRY: [number, slot]}, channel))
 
     async def _fill(self, tensors: Sequence[Tensor], parts: Sequence[Part]) -> tuple[int, list[Tensor]]:
-        """Copy a piece into the next free slot; returns it, and the tensors for the next piece."""
+        """Copy a piece into a free slot; also returns the tensors for the next piece."""
         slot = await self._free.get()
         if slot is None:
             self._free.put_nowait(None)
@@ -141,7 +141,7 @@ class SlotChannel:
     # Receiving.
 
     def receive(self, number: int, specs: Sequence[TensorSpec], fields: Plain) -> Awaitable[list[Tensor]]:
-        """See `P2PChannel.receive`: ``fields`` is the slot of the first piece, None where no tensor has bytes."""
+        """See `P2PChannel.receive`: ``fields`` is the first slot, None without bytes."""
         if number in self._filled:
             self.refuse(number, fields)
             self._bad("number", f"is {number}, which was announced before")
@@ -229,7 +229,7 @@ class SlotChannel:
             self._has_all.set()
 
     def end(self, error: RrfpError) -> None:
-        """See `P2PChannel.end`. The memory is left as it is: the peer may read it still."""
+        """See `P2PChannel.end`. The peer may still read the memory."""
         self.end_sending(error)
         self._is_closed = True
         for task in self._tasks:

@@ -147,7 +147,7 @@ class _Trial:
         return attempt
 
     def _read_answer(self, answer: bytes) -> tuple[str, bool]:
-        """Why the peer cannot read this rank's memory, if it cannot; and whether it has it open."""
+        """Why the peer cannot read this rank's memory, and whether it is open there."""
         try:
             reason, is_open = msgpack.unpackb(answer)
             return str(reason), bool(is_open)
@@ -169,10 +169,7 @@ def _line(error: Exception) -> str:
 
 
 class CudaIpcTransport(TunnelTransport):
-    """Device tensors through slots to peers on the same host, or staged in host memory; all else as with `auto`.
-
-    A rank that computes on the CPU, or on a device whose memory cannot be shared, may be a peer of one that uses slots.
-    """
+    """Device tensors through slots or staged; a peer may compute on the CPU."""
 
     def _host(self) -> Host:
         return this_host(self.context.max_message_bytes)
@@ -212,7 +209,7 @@ class CudaIpcTransport(TunnelTransport):
 
 
 def _describe(chosen: str, tried: Slots | str | None) -> str:
-    """The choice for a peer; with the reason where it has no slots, though the devices could."""
+    """The choice for a peer, and why it has no slots if its device could."""
     if isinstance(tried, Slots):
         return f"cuda_ipc over {chosen}"
     return chosen if tried is None else f"{chosen}, device tensors through host memory ({tried})"

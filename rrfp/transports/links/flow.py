@@ -62,7 +62,7 @@ class HomeLoop:
 
 
 def settle(future: asyncio.Future[_Result], error: BaseException | None, result: Any = None) -> None:
-    """Complete a future with ``error``, or else with ``result``, unless it was given up. On its loop."""
+    """Complete a future on its loop, unless it was given up."""
     if future.done():
         return
     if error is None:
@@ -304,16 +304,10 @@ class _Debt:
 
 
 class Credits:
-    """Returns the bytes of received messages to one sender's window. Used on one loop only.
+    """Returns the bytes of received messages to one sender's window. Used on one loop only."""
 
-    One frame covers many messages: it is sent once it is half of the sender's window, or when the sender has to wait
-    and asks for it, so that no sender waits for the timer. The timer, `CREDIT_DELAY_S`, only keeps ``queued_bytes``
-    true.
-
-    Args:
-        queue_bytes: the peer's window for each channel.
-        send: sends the fields of one credit frame, without waiting; `apply_credit` reads them.
-    """
+    # One frame covers many messages: it is sent once it is half of the sender's window, or when the sender has to wait
+    # and asks for it, so that no sender waits for the timer. The timer only keeps ``queued_bytes`` true.
 
     def __init__(self, queue_bytes: int, send: Callable[[str, int, int], None]) -> None:
         self._threshold = queue_bytes // CREDIT_SHARE
@@ -335,7 +329,7 @@ class Credits:
             debt.timer = loop.call_later(timeouts.CREDIT_DELAY_S, self._flush, channel)
 
     def want(self, sender: int, name: str, fields: Any) -> None:
-        """The peer waits for room, by the field ``name``: answer with credit, now or once there is any."""
+        """The peer waits for room: answer once there is credit."""
         check = HeaderChecks(sender)
         (value,) = check.array(name, fields, 1)
         channel = check.choice(f"{name}.channel", value, Channel)
@@ -366,7 +360,7 @@ def apply_credit(sealed: Sealed, window_of: Callable[[Channel], Window]) -> None
 
 
 def grant(sender: int, name: str, fields: Any, window_of: Callable[[Channel], Window]) -> None:
-    """Release the bytes of a credit that came in the field ``name``; a FrameError if a part of it is malformed."""
+    """Release the bytes of a credit; a FrameError if it is malformed."""
     check = HeaderChecks(sender)
     channel, cost, messages = check.array(name, fields, 3)
     window = window_of(check.choice(f"{name}.channel", channel, Channel))

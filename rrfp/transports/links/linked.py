@@ -55,7 +55,7 @@ class LinkContract(Protocol):
         """``receive`` returned a message of ``channel`` with so many bytes of tensors."""
 
     async def leave(self) -> None:
-        """Deliver the accepted messages and leave in order; returns at once when the peer is gone."""
+        """Deliver the accepted messages and leave; returns at once if the peer is gone."""
 
     def end(self, error: RrfpError) -> None:
         """Free all resources; sends raise the first ``error`` passed. May be called twice."""
@@ -65,7 +65,7 @@ Link = TypeVar("Link", bound=LinkContract)
 
 
 class LinkedTransport(Transport, Generic[Link]):
-    """See the module's docstring. A subclass makes the links in `_connect` and frees what is its own in `_free`."""
+    """A link for each peer, and one inbox. A subclass has `_connect` and `_free`."""
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
@@ -243,7 +243,7 @@ class LinkedTransport(Transport, Generic[Link]):
             self._inbox.put(error, self._on_error_raised, first=True)
 
     def on_rejected(self, sentence: str) -> None:
-        """A frame or a connection of no rank was dropped, as the sentence says. ``receive`` raises nothing for it."""
+        """A frame or a connection of no rank was dropped."""
         self._refusals.add(sentence)
 
     def _on_error_raised(self) -> None:

@@ -13,7 +13,7 @@ _PAUSE_S = 1.0
 
 
 class RateLimitedLog:
-    """Counts refusals, and logs the first one and later one a second at most, with the number between."""
+    """Counts rejections, and logs one a second at most."""
 
     def __init__(self, log: structlog.stdlib.BoundLogger, clock: Callable[[], float] = time.monotonic) -> None:
         self.count = 0

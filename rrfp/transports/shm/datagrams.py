@@ -60,7 +60,7 @@ def pack(header: bytes, payload: DatagramBody = NOWHERE, inline: Sequence[memory
 
 
 def unpack(peer: int | None, datagram: memoryview) -> Datagram:
-    """The parts of a received datagram; a FrameError, which names ``peer``, if its lengths do not agree."""
+    """The parts of a received datagram; a FrameError if lengths disagree."""
     size = datagram.nbytes
     if size < _PREFIX.size:
         raise FrameError(peer, "prefix", f"has {size} bytes, must have {_PREFIX.size}")

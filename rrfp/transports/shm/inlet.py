@@ -34,11 +34,11 @@ class ShmReceiver(Protocol):
         """A frame was dropped."""
 
     def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
-        """The slot of a good message with ``num_bytes`` of tensors cannot be mapped here; `on_bad_frame` says why."""
+        """The slot of a good message cannot be mapped here."""
 
 
 class ShmInlet:
-    """One channel of ``peer``. Used on one loop only; calls ``receiver`` with messages and frames."""
+    """One channel of ``peer``. Used on one loop only."""
 
     def __init__(self, peer: int, channel: Channel, shared: TransportState, receiver: ShmReceiver) -> None:
         self._peer = peer

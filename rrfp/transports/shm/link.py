@@ -33,7 +33,7 @@ COPIED_ON_LOOP_BYTES = 2 << 20
 
 
 class ShmOutlet:
-    """One channel to ``peer`` over ``packets``; ``ask`` is the window's. Used on one loop only."""
+    """The sending side of one channel. Used on one loop only."""
 
     def __init__(self, peer: int, packets: PacketSocket, shared: TransportState, ask: Callable[[], None]) -> None:
         home = shared.home
@@ -49,11 +49,7 @@ class ShmOutlet:
         self._loan: SlotLoan | None = None
 
     async def send(self, message: Message, num_bytes: int) -> None:
-        """Send a whole message, whose tensors have ``num_bytes``. Cancelled, it has sent nothing.
-
-        Raises the error passed to `fail`, a ConfigError for a message that cannot be sent, and a TransportError if
-        there is no shared memory for it.
-        """
+        """See `OutletContract.send`. Cancelled, it has sent nothing."""
         cost = cost_of(num_bytes)
         self._codec.check_size(num_bytes)
         async with self._turn:
@@ -122,7 +118,7 @@ class ShmOutlet:
         slot.close_descriptor()
 
     def lend(self, sizes: Sequence[int]) -> SlotLoan | None:
-        """A slot for the next message, whose tensors have these sizes; None if it would have no slot."""
+        """A slot for the next message; None if that would have no slot."""
         if sum(sizes) <= INLINE_BYTES:
             return None
         self._loan = SlotLoan(self._acquire(sum(map(padded, sizes))), sizes, self.pool)
@@ -170,7 +166,7 @@ class ShmOutlet:
         )
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link itself behind all accepted messages, or raise the error passed to `fail`."""
+        """Send a frame of the link behind all accepted messages."""
         async with self._turn:
             await self._send(pack(header))
 
@@ -232,7 +228,7 @@ class ShmLink:
         self._is_over = False
 
     def attach(self, channel: Channel, packets: PacketSocket, process: int, *, accepted: bool) -> None:
-        """Add the socket of a channel, which greets: with a hello, or a welcome if it was ``accepted``."""
+        """Add the socket of a channel, and greet."""
         if self._is_over:  # the peer ended between two of its sockets
             packets.close()
             return
@@ -266,7 +262,7 @@ class ShmLink:
             self.lose("its connection ended")
 
     def _read_batch(self, connection: _Connection, most: int | None = None) -> bool:
-        """Read a channel until it is empty, has ended or ``most`` datagrams were read; whether it ended now."""
+        """Read ``most`` datagrams of a channel; whether it ended now."""
         buffer = self._shared.buffer
         view = memoryview(buffer)
         while not (self._is_over or connection.has_ended or most == 0):
@@ -313,13 +309,13 @@ class ShmLink:
             self._credits.consumed(channel, num_bytes)
 
     def on_message_lost(self, channel: Channel, num_bytes: int, slot: int) -> None:
-        """A message cannot be received here: its bytes become credit, and its sender forgets its slot."""
+        """A message cannot be received here: its bytes become credit."""
         self.consumed(channel, num_bytes)
         if slot:
             self._post(channel, LOST, slot)
 
     def lose(self, reason: str) -> None:
-        """The peer has ended, or is silent: read what it sent, then report it, unless it left in order."""
+        """Read what the peer sent, then report its loss, unless it left."""
         for connection in self._connections.values():
             self._read_batch(connection)
         if self._is_over:
@@ -343,7 +339,7 @@ class ShmLink:
             connection.inlet.close()
 
     async def leave(self) -> None:
-        """Send bye behind the accepted messages; returns when they are in the peer's sockets, or it is gone."""
+        """Send bye behind the accepted messages."""
         with suppress(RrfpError):
             for outlet in self.outlets.values():
                 await outlet.post_in_turn(self._shared.codec.seal(BYE))

@@ -17,7 +17,7 @@ _Job = tuple[Callable[[], None], asyncio.Future[None]]
 
 
 class Copier:
-    """Runs functions one after the other in a thread, which starts with the first. Used on one loop only."""
+    """Runs functions one after the other in a thread. Used on one loop only."""
 
     def __init__(self, home: HomeLoop, name: str) -> None:
         self._home = home
@@ -26,10 +26,7 @@ class Copier:
         self._started = False
 
     def run(self, function: Callable[[], None], *, now: bool) -> asyncio.Future[None]:
-        """The future of a call of ``function``, made here if ``now``, and also if the future is cancelled.
-
-        Without memory for a thread the call is made here as well.
-        """
+        """The future of a call; made here if ``now``, or without memory for a thread."""
         done: asyncio.Future[None] = self._home.loop.create_future()
         if now:
             settle(done, _call(function))
@@ -40,7 +37,7 @@ class Copier:
         return done
 
     def _start(self) -> bool:
-        """Start the thread; False if this process may have no more threads, or memory for one."""
+        """Start the thread; False if this process may have no more."""
         try:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         except RuntimeError:

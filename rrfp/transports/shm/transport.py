@@ -42,7 +42,7 @@ OnGreeted = Callable[[int, Channel, PacketSocket, int], None]
 
 
 class PendingConnections:
-    """Reads the greeting of each accepted connection; closes one that greets wrongly, and reports it."""
+    """Reads the greetings of accepted connections; closes those that greet wrongly."""
 
     def __init__(
         self,
@@ -97,14 +97,7 @@ _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS
 
 
 class ShmTransport(LinkedTransport[ShmLink]):
-    """Between processes of one user on one Linux host: tensors in shared memory, received without a copy.
-
-    The processes must share the network and pid namespace, as those of one container do.
-
-    Args:
-        context: this rank, its peers and the limits. ``heartbeat_s`` is the time between two looks at the peers'
-            processes, ``patience_s`` how long one of them may be stopped.
-    """
+    """Between processes of one user on one Linux host, in common network and pid namespaces."""
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)

@@ -69,7 +69,7 @@ class TensorHeader:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Refuse a caller's body with an entry that links use: a ConfigError that names it."""
+    """Refuse a caller's body with an entry of the links' own."""
     if taken := sorted(_RESERVED & body.keys()):
         raise ConfigError(f"message body has the entry {taken[0]!r}, which the transport uses itself")
 

@@ -40,10 +40,7 @@ LEFT = "it closed its end"
 
 
 class TunnelLink(StagedLink):
-    """The connection to a peer whose end is such a link too: what ``beside`` can move does not pass ``base``.
-
-    ``make_beside`` makes the channel for the link; None where the two exchange tensors over the base transport.
-    """
+    """A link with a P2P channel, made by ``make_beside``; None if ``base`` brings all."""
 
     def __init__(
         self,
@@ -112,7 +109,7 @@ class TunnelLink(StagedLink):
             self._credits.consumed(channel, num_bytes)
 
     async def announce(self, message: Message, moved: list[int]) -> Awaitable[None]:
-        """Announce a message, whose tensors at the indices ``moved`` go beside; returns the end of their transfer."""
+        """Announce a message whose tensors at ``moved`` go beside; returns their end."""
         assert self.beside is not None
         transfer = await self.beside.prepare([t for index in moved if (t := message.tensors[index]) is not None])
         async with self._announcing:
@@ -123,7 +120,7 @@ class TunnelLink(StagedLink):
     # The peer's end.
 
     def on_failed(self, error: P2PError) -> None:
-        """A transfer from the peer failed: a message of which ``receive`` must not say nothing, farewell or not."""
+        """Tensors from the peer are missing, also if it left in order."""
         self._missed = self._missed or error
         if self._has_left:
             self._on_farewell()
@@ -198,16 +195,15 @@ class TunnelLink(StagedLink):
 
 
 class TunnelOutlet(Outlet):
-    """One channel to one peer.
+    """One channel to one peer."""
 
-    A send that is cancelled while it waits for its turn or for room has sent nothing; one that has begun goes on to its
-    end, since the caller's memory is read until then. The peer makes room whatever its rank does, so that is soon.
-    """
+    # A send that is cancelled while it waits for its turn or for room has sent nothing; one that has begun goes on to
+    # its end, as the caller's memory is read until then. The peer makes room whatever its rank does, so that is soon.
 
     _link: TunnelLink
 
     def _moved(self, message: Message, num_bytes: int) -> list[int]:
-        """The indices of the tensors that go beside; a ConfigError for a message that the peer would refuse."""
+        """The indices of tensors that go beside; a ConfigError for a bad message."""
         beside, context = self._link.beside, self._link.base.context
         if num_bytes > context.max_message_bytes:
             raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {context.max_message_bytes}")

@@ -44,7 +44,7 @@ class Staging:
         self._copies = copies
 
     def to_copy(self, message: Message) -> list[int]:
-        """The indices of the tensors on the device, once all tensors are known to be ones that can be sent."""
+        """The indices of device tensors, once all tensors can be sent."""
         indices = held_by(self._copies, message.tensors)
         if not indices:
             return indices
@@ -56,7 +56,7 @@ class Staging:
         return indices
 
     async def send(self, message: Message, indices: list[int]) -> None:
-        """Send a message with device tensors at ``indices``. Cancelled while it copies, it sends nothing."""
+        """Send a message with device tensors at ``indices``; cancelled, nothing."""
         loan = self._lend(message.channel, message.tensors)
         try:
             await self._base.send(self._peer, await self._on_host(message, indices, loan))
@@ -65,7 +65,7 @@ class Staging:
                 loan.close()
 
     def _lend(self, channel: Channel, tensors: Sequence[Tensor | None]) -> Loan | None:
-        """Memory of the base transport for all tensors of a message, if it has such memory."""
+        """Memory of the base transport for a message, if it lends any."""
         if not isinstance(self._base, LendsMemory):
             return None
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None]
@@ -95,7 +95,7 @@ class Staging:
 
 
 def failure_of(error: Exception, message: Message) -> TransportError:
-    """The error for a message whose tensors could not be copied to this process's device."""
+    """The error for tensors that could not be copied to this device."""
     sender = f"rank {message.sender}"
     text = (
         f"{type(error).__name__}: {error}, while tensors of {message.kind} {message.task} from {sender} were received"
@@ -117,7 +117,7 @@ def _tensors_in(loan: Loan, tensors: Sequence[Tensor | None], indices: Sequence[
 
 
 def staged_indices(message: Message) -> list[int]:
-    """The indices of the tensors that the sender had on a device. The list comes from the network."""
+    """The indices of tensors that the sender had on a device, checked."""
     devices = message.body[DEVICES]
     sender, tensors = message.sender, message.tensors
     if not isinstance(devices, list) or len(devices) != len(tensors):
@@ -141,13 +141,10 @@ class _Arriving:
 
 
 class Arrivals:
-    """Used on one loop only.
+    """Messages of one peer, passed on in the order of their channels, each once it is whole."""
 
-    Args:
-        deliver: takes whole messages, and the bytes of their tensors.
-        on_dropped: takes the channel of a message that an error of this process's device cost, its bytes and the error.
-        on_failed: takes the error of a P2P channel, which may have cost a message: those behind it wait for ever.
-    """
+    # ``on_dropped`` takes the channel of a message that an error of this process's device cost, its bytes and the
+    # error; ``on_failed`` that of a P2P channel, which may have cost a message: those behind it wait for ever.
 
     def __init__(
         self,
@@ -231,7 +228,7 @@ class TunnelOwner(Protocol):
         """An error of this end: ``receive`` raises it."""
 
     async def leave_base(self, base: Transport) -> None:
-        """One link has left; returns when all over this base have, and it is closed."""
+        """A link has left; returns when all over this base have."""
 
 
 class StagedLink:
@@ -281,10 +278,8 @@ class StagedLink:
             await self.base.send(self.peer, message)
 
     async def room_for(self, channel: Channel) -> None:
-        """Wait until ``receive`` has returned the message of ``channel`` before.
-
-        Behind a copy that is late there is room: where the device is stuck, an abort must get through.
-        """
+        """Wait until ``receive`` has returned the message of ``channel`` before."""
+        # Behind a copy that is late there is room: where the device is stuck, an abort must get through.
         while self._unreceived[channel]:
             self._received.clear()
             try:
@@ -347,7 +342,7 @@ class StagedLink:
             self._owner.on_lost(self._loss)
 
     def on_failed(self, error: P2PError) -> None:
-        """Tensors failed to move. Which of the ends that this may mean is left to the base transport, for a while."""
+        """Tensors failed to move; the base transport may say which end failed."""
         if self._loss is not None:
             self._report_if_idle()
         elif self._error is None and self._timer is None:

@@ -16,10 +16,7 @@ from rrfp.transports.tunnel.staged import StagedLink
 
 
 class TunnelTransport(LinkedTransport[StagedLink]):
-    """What the choice of bases and links does not matter to. A subclass calls `_start_bases` and `_attach`.
-
-    It closes the copies of the context.
-    """
+    """Reads base transports for its links. A subclass calls `_start_bases`, `_read` and `_attach`."""
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
@@ -70,7 +67,7 @@ class TunnelTransport(LinkedTransport[StagedLink]):
         self._wanted.set()
 
     def _read(self, base: Transport, *, by_turns: bool = False) -> None:
-        """Read a base transport from now on; ``by_turns``, only what is asked for and its links have room for."""
+        """Read a base transport; ``by_turns``, only when asked and with room."""
         if by_turns:
             self._by_turns += (base,)
         if not by_turns and (direct := delivering(base)) is not None:
@@ -148,12 +145,12 @@ class TunnelTransport(LinkedTransport[StagedLink]):
 
 
 def staged(transport: Transport, copies: DeviceCopies | None) -> Transport:
-    """``transport`` itself if it carries the tensors of the rank's device, else in front of it a `StagedTransport`."""
+    """``transport`` itself if it carries the device's tensors, else a `StagedTransport`."""
     return transport if copies is None or copies.kind in transport.carries else StagedTransport(transport, copies)
 
 
 class StagedTransport(TunnelTransport):
-    """Sends and receives device tensors over ``base``, which sees CPU tensors only. Others pass as they are."""
+    """Device tensors over ``base``, which sees CPU tensors only."""
 
     def __init__(self, base: Transport, copies: DeviceCopies) -> None:
         super().__init__(replace(base.context, copies=copies))

@@ -236,7 +236,7 @@ def _unreadable(peer: int | None, error: Exception) -> FrameError:
 
 
 def _unpack(header: bytes | memoryview, peer: int | None = None) -> Any:
-    """Plain data out of at most 64 KiB; every container is bounded before it is allocated."""
+    """Plain data out of at most 64 KiB, checked before it is allocated."""
     size = len(header)
     if size > MAX_HEADER_BYTES:
         raise FrameError(peer, "header", f"has {size} bytes, must have at most {MAX_HEADER_BYTES}")

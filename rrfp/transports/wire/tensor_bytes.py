@@ -94,7 +94,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def as_byte_tensor(tensor: Tensor) -> Tensor:
-    """The dense bytes of ``tensor``, one that can be sent, on its device: a view where it is contiguous, or a copy."""
+    """The dense bytes of ``tensor`` on its device: a view, or a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -109,7 +109,7 @@ def allocate(num_bytes: int) -> memoryview:
 
 
 def copied_from(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool) -> Tensor:
-    """A leaf tensor with a copy of ``buffer``, which has exactly its bytes; otherwise as `from_buffer`."""
+    """A leaf tensor with a copy of ``buffer``; otherwise as `from_buffer`."""
     if buffer.nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(requires_grad)
     return _cloned(buffer, dtype, shape).requires_grad_(requires_grad)
@@ -135,7 +135,7 @@ def from_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], 
 
 
 def _over(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A leaf, and no view of another tensor. Through numpy, which takes a third of the time of `torch.frombuffer`."""
+    """A leaf over ``buffer``, and no view of another tensor."""
     # Not by np.ndarray, which would keep the memory alive but not the view, whose end means that it may be used again.
     tensor = torch.from_numpy(np.frombuffer(buffer, _IN_NUMPY[dtype]).reshape(shape))
     return tensor if tensor.dtype is dtype else tensor.view(dtype).detach()

@@ -33,10 +33,7 @@ from rrfp.transports.zmq.security import ALL_CHANNELS, Published, Security
 
 
 class ZmqLink:
-    """The connection to one peer. Used on one loop only.
-
-    ``on_lost`` is called once when the peer is lost, after its last message.
-    """
+    """The connection to one peer. Used on one loop only."""
 
     def __init__(self, peer: int, codec: Codec, queue_bytes: int, on_lost: Callable[[PeerLostError], None]) -> None:
         self.peer = peer
@@ -76,11 +73,11 @@ class ZmqLink:
             self.outlets[Channel.CONTROL].post(self._codec.seal(kind, *fields))
 
     def ask(self, channel: Channel) -> None:
-        """A sender waits for room in ``channel``: have the peer return what it has consumed."""
+        """Have the peer return what it has consumed: a sender waits."""
         self._post(WANT, channel.value)
 
     def on_frame(self, route: Route, sealed: Sealed) -> None:
-        """Handle a frame of the link itself; a FrameError if a field is malformed, or it is out of place."""
+        """Handle a frame of the link; a FrameError if it is malformed."""
         if sealed.kind == HELLO:
             if route.channel not in self._greeted:
                 self._greeted.add(route.channel)
@@ -150,7 +147,7 @@ class ZmqLink:
             outlet.fail(error)
 
     async def leave(self) -> None:
-        """Deliver the accepted messages, send bye and wait for farewell; returns at once when the peer is gone."""
+        """Deliver the accepted messages, send bye and wait for farewell."""
         if self._is_over or len(self._byes) == len(Channel):
             return
         with suppress(RrfpError):
@@ -164,8 +161,6 @@ _log = get_logger(__name__)
 
 class ZmqTransport(LinkedTransport[ZmqLink]):
     """Between processes: ipc within a host, tcp between hosts.
-
-    Cancelling a `send` after its first frame left copies the rest and sends it in the background.
 
     Args:
         context: this rank, its peers and the limits.
