@@ -46,7 +46,7 @@ class ThreadModes:
 
     @classmethod
     def read(cls) -> ThreadModes | None:
-        """Those of the calling thread; None if there are none, or if this torch does not allow reading them."""
+        """Those of the calling thread; None if there are none, or none can be read."""
         private = _private()
         if private is None:
             return None
@@ -56,7 +56,7 @@ class ThreadModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, they are active on the calling thread too; one thread of the process at a time."""
+        """Within, they are active on the calling thread too; one thread at a time."""
         # Why push them, and not enter them with `with`? The caller has entered them, and their __enter__ has side
         # effects.
         private = _private()
@@ -80,7 +80,7 @@ def saved_tensor_hooks() -> Hooks | None:
 
 
 def out_of_reach() -> str | None:
-    """The state of the calling thread that does not act on tasks, with the remedy, as text; None if there is none."""
+    """The caller's state that does not act on tasks, with the remedy; or None."""
     clauses: list[str] = []
     is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
     if is_profiled():  # false if the profiler records all threads
@@ -118,7 +118,7 @@ class _Private(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _private() -> _Private | None:
-    """The private functions; None if this version of torch lacks one, or one behaves otherwise."""
+    """The private functions; None if this version of torch lacks one."""
     try:
         from torch import overrides
         from torch.utils import _python_dispatch as dispatch
@@ -139,7 +139,7 @@ def _private() -> _Private | None:
 
 
 def _works(private: _Private, function: Any, dispatch: Any) -> bool:
-    """Whether entered modes and hooks can be read on this thread, and are gone after leaving."""
+    """Whether modes can be read on this thread, and are gone after leaving."""
     hooks: Hooks = (_same, _same)
     before = private.functions(), private.dispatch(), private.hooks(False)
     private.push_function(function)

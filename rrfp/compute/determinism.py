@@ -51,7 +51,7 @@ def replica_seed(seed: int, replica: int) -> int:
 
 
 def fork_seed(seed: int, step: int, task: Task) -> int:
-    """The 64-bit seed of a task's generators: a fixed hash, the same in every process, version and platform."""
+    """The 64-bit seed of a task's generators, the same everywhere."""
     text = f"{seed}:{step}:{task.kind}:{task.virtual_stage}:{task.microbatch}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -64,10 +64,7 @@ def devices_of(module: nn.Module) -> frozenset[torch.device]:
 
 @dataclass(frozen=True, slots=True)
 class RandomForks:
-    """Forks of torch's global generators, one for each task.
-
-    Python's and numpy's generators are left alone.
-    """
+    """Forks of torch's generators for each task; not Python's and numpy's."""
 
     #: The run's seed; None disables forking and its lock.
     seed: int | None
@@ -76,7 +73,7 @@ class RandomForks:
     devices: frozenset[torch.device] = frozenset()
 
     def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` with the global generators seeded for ``task`` of training step ``step``. Not reentrant."""
+        """Call ``function`` with the generators seeded for ``task``. Not reentrant."""
         # Why no context manager? One written as a generator takes as long as saving, seeding and restoring.
         if self.seed is None:
             return function(*args, **kwargs)
@@ -109,16 +106,13 @@ _CUBLAS_FIXED = (":4096:8", ":16:8")
 
 
 def device_types(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """The types of the devices that hold parameters or buffers; ``"cpu"`` if there are none."""
+    """The types of devices with parameters or buffers; or ``"cpu"``."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return frozenset(tensor.device.type for tensor in tensors) or frozenset({"cpu"})
 
 
 def not_promised(types: Iterable[str]) -> list[str]:
-    """Differences between runs or machines that this thread's settings allow, each with the setting that prevents it.
-
-    Empty if none is known for the device ``types`` that compute. Those of CUDA are refused instead: `missing_on_cuda`.
-    """
+    """Differences between runs or machines, each with the setting that prevents it."""
     on_device = {"cpu": _on_cpu, "cuda": list[str], "meta": list[str]}
     unknown = "anything on devices of type {}, of which nothing is known here"
     return [
@@ -129,7 +123,7 @@ def not_promised(types: Iterable[str]) -> list[str]:
 
 
 def check_torch(types: Collection[str]) -> None:
-    """Refuse this thread's settings if two runs on the device ``types`` differ; log the rest of `not_promised`."""
+    """Refuse settings under which two runs differ; log `not_promised`."""
     if "cuda" in types and (missing := missing_on_cuda(CudaSettings.here())):
         raise ConfigError(
             f"deterministic=True on CUDA needs {', and '.join(missing)}; set them before the first kernel"
@@ -156,7 +150,7 @@ class CudaSettings:
 
 
 def missing_on_cuda(settings: CudaSettings) -> list[str]:
-    """The settings that CUDA kernels need to give the same bits in each run, each with the reason; empty if none."""
+    """The settings that CUDA needs for the same bits, each with the reason."""
     missing = []
     if not settings.is_strict:
         missing.append("torch.use_deterministic_algorithms(True), without warn_only: some kernels add in any order")

@@ -28,11 +28,10 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class WithLoss(nn.Module):
-    """The module of the last virtual stage and the loss as one module; it cannot be called.
+    """The module of the last virtual stage and the loss as one module; it cannot be called."""
 
-    The names of the module's parts do not change. The loss's parts follow with the prefix ``loss_fn``, and a further
-    underscore if the module uses that name. A part of both occurs once, with the module.
-    """
+    # The names of the module's parts do not change. The loss's parts follow with the prefix ``loss_fn``, and a further
+    # underscore if the module uses that name. A part of both occurs once, with the module.
 
     def __init__(self, module: nn.Module, loss: nn.Module) -> None:
         super().__init__()
@@ -55,17 +54,14 @@ class WithLoss(nn.Module):
 def losses_by_stage(
     loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: TaskGraph
 ) -> Mapping[int, LossFunction]:
-    """The loss of each virtual stage that computes one: those that nothing reads, where ``loss_fn`` is one function."""
+    """The loss of each virtual stage that computes one."""
     if loss_fn is None or isinstance(loss_fn, Mapping):
         return loss_fn or {}
     return {v: loss_fn for v, readers in enumerate(graph.successors) if not readers}
 
 
 def with_loss(modules: Mapping[int, nn.Module], losses: Mapping[int, LossFunction]) -> dict[int, nn.Module]:
-    """The modules that each virtual stage differentiates: with its loss, where that is a module.
-
-    The parameters of any other loss, also of a function that uses modules, stay unknown to the pipeline.
-    """
+    """The modules that virtual stages differentiate: with losses that are modules."""
     return {
         v: WithLoss(module, loss) if isinstance(loss := losses.get(v), nn.Module) else module
         for v, module in modules.items()
@@ -83,14 +79,7 @@ Reduction = Literal["mean", "sum"]
 def gradient_weights(
     weights: Sequence[float] | None, microbatches: int, reduction: str = "mean", grad_scale: float = 1.0
 ) -> tuple[float, ...]:
-    """The factor on each microbatch's loss in backward.
-
-    Args:
-        weights: one weight a microbatch, finite and >= 0, such as its number of tokens. None: all 1.
-        microbatches: M.
-        reduction: ``"mean"`` divides by the sum of the weights, ``"sum"`` does not.
-        grad_scale: a further factor on every gradient; it does not change the reported loss.
-    """
+    """The factor on each microbatch's loss in backward, ``grad_scale`` included."""
     normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
     try:
         is_finite = math.isfinite(grad_scale)
@@ -104,16 +93,13 @@ def gradient_weights(
 def shared_gradient_weights(
     weights: Sequence[float], total: float, reduction: str = "mean", grad_scale: float = 1.0
 ) -> tuple[float, ...]:
-    """`gradient_weights` of one replica, where ``total`` is the sum of the weights of all replicas."""
+    """`gradient_weights` of one replica; ``total`` is of all replicas."""
     normaliser = _normaliser((total,), reduction)
     return tuple(weight / normaliser * grad_scale for weight in weights)
 
 
 def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:
-    """The loss of the step, summed in microbatch order over the microbatches whose weight is not 0.
-
-    Arguments and errors as in `gradient_weights`.
-    """
+    """The loss of the step, over microbatches whose weight is not 0."""
     checked = _checked(weights, len(losses))
     normaliser = _normaliser(checked, reduction)
     return sum(weight * loss for weight, loss in zip(checked, losses, strict=True) if weight) / normaliser

@@ -27,7 +27,7 @@ _REMEDY = "return a tuple or a dict instead (x._asdict())"
 
 
 def is_named(value: object) -> bool:
-    """Whether ``value`` is an instance of a class that ``namedtuple`` or ``NamedTuple`` made, or of a subclass."""
+    """Whether ``value`` is a named tuple."""
     return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
 
 
@@ -47,7 +47,7 @@ def name_of(value: Any, path: str) -> str:
 
 
 def rebuilt(name: Any, fields: Any, items: Iterable[Any]) -> Any:
-    """The named tuple that was sent; a StageError if this rank has not loaded its class, or one with other fields."""
+    """The named tuple that was sent; a StageError if its class is unknown here."""
     cls = _find(name) if isinstance(name, str) else None
     known = getattr(cls, "_fields", None) if isinstance(cls, type) and issubclass(cls, tuple) else None
     if cls is None or not isinstance(known, tuple):
@@ -176,7 +176,7 @@ def _sent(tensor: Tensor | None, needs_copy: Callable[[Tensor], bool]) -> Tensor
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """The same values in row-major memory; ``tensor`` itself if it is row-major. Waits for a pending collective."""
+    """The same values in row-major memory; waits for a pending collective."""
     # Why also for a payload that stays on its rank? Products over other strides round differently, so results would
     # depend on the placement. Why not is_contiguous()? It ignores the strides of dims of size 1, which kernels read.
     tensor = wait_async(tensor)
@@ -258,7 +258,7 @@ def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def _renumbered(structure: Structure, indices: list[int]) -> Structure:
-    """``structure`` with its tensors numbered on from those in ``indices``, to which their numbers are added."""
+    """``structure`` with its tensors numbered on from ``indices``."""
     mark, rest = structure[0], structure[1:]
     if mark == "t":
         indices.append(rest[0])

@@ -47,7 +47,7 @@ class _Output(NamedTuple):
     device: torch.device
 
     def gradient(self, received: Tensor) -> Tensor:
-        """The received gradient where autograd wants it; it may come from a stage that computes on another device."""
+        """The received gradient, where autograd wants it."""
         if received.shape != self.shape or received.is_complex() != self.dtype.is_complex:
             raise StageError(
                 f"a gradient of shape {tuple(received.shape)} and {received.dtype} arrived for an output of shape "
@@ -75,7 +75,7 @@ class SavedForward:
 
     @classmethod
     def of_outputs(cls, received: Received, output: Payload, read: Sequence[tuple[str, ...] | None]) -> SavedForward:
-        """For a virtual stage that sends ``output``, of which each successor reads the keys ``read``, None for all."""
+        """For a virtual stage whose successors ``read`` these keys."""
         # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
         # autograd itself saved it.
         saved = [
@@ -86,14 +86,9 @@ class SavedForward:
         return cls(received, tuple(saved), picked=picked)
 
     def roots(self, grads: Sequence[Payload]) -> tuple[list[Root], list[Tensor]]:
-        """Where backward enters the graph, and the gradient for each entry; a root may occur several times.
-
-        Several gradients of one output are those of the later readers first. Autograd adds them in this order, as it
-        does where one process calls the readers in the order of virtual stages.
-
-        Args:
-            grads: the received gradients of the outputs, one payload for each successor.
-        """
+        """Where backward enters the graph, and the gradient for each entry; a root may occur several times."""
+        # Several gradients of one output are those of the later readers first. Autograd adds them in this order, as it
+        # does where one process calls the readers in the order of virtual stages.
         if self.loss is not None:
             if not self.loss.requires_grad:
                 return [], []
@@ -116,13 +111,7 @@ class SavedForward:
 
 
 class StageInputs:
-    """The batch of a step, by microbatch and virtual stage.
-
-    Args:
-        batch: of the step.
-        graph: says which virtual stages read from others, and which end the pipeline.
-        feeds: how each of them reads.
-    """
+    """The batch of a step, by microbatch and virtual stage."""
 
     def __init__(self, batch: Batch, graph: TaskGraph, feeds: Feeds) -> None:
         self._batch = batch
@@ -158,7 +147,7 @@ class StageInputs:
         return Arguments.spread([*spread, *own, named])
 
     def targets(self, v: int) -> Sequence[Any] | None:
-        """The targets by microbatch; None unless ``v`` is a last virtual stage for which the caller gave any."""
+        """The targets by microbatch, if ``v`` is a last virtual stage with any."""
         targets = self._batch.targets
         if targets is None or self._graph.successors[v]:
             return None
@@ -171,13 +160,10 @@ class StageInputs:
 
 
 class StepResults:
-    """By part and microbatch, without history; in the order of microbatches.
+    """Losses and outputs by part and microbatch, without history."""
 
-    Args:
-        makers: who makes them, for messages, by part: those parts whose last modules lie on this rank and nothing
-            reads; "" for the last virtual stage of a model whose loss is that of one part.
-        needs_copy: by part, see `Payload.sent`.
-    """
+    # ``makers`` names, for messages, those parts whose last modules lie on this rank and nothing reads; "" of a model
+    # with one loss.
 
     def __init__(self, makers: Mapping[str, str], needs_copy: Mapping[str, Callable[[Tensor], bool]]) -> None:
         self._makers = makers
@@ -188,7 +174,7 @@ class StepResults:
         self._versions: list[tuple[str, Tensor, int]] = []
 
     def keep(self, microbatch: int, output: Any, loss: Tensor | None, batch: Batch, mode: Mode, part: str = "") -> None:
-        """Keep the loss, if there is one, and in an evaluation the output, if ``batch`` wants it."""
+        """Keep the loss, and in an evaluation the output if it is wanted."""
         returns = batch.return_outputs
         if mode is not Mode.TRAIN and (loss is None if returns is None else returns):
             self._outputs[part][microbatch] = kept = detached(output, self._needs_copy[part])
@@ -221,7 +207,7 @@ class StepResults:
         return {part: {m: float(losses[m]) for m in sorted(losses)} for part, losses in self._losses.items()}
 
     def outputs(self) -> dict[int, Any]:
-        """The outputs kept; of each microbatch a dict by part, where losses are by part."""
+        """The outputs kept; a dict by part where losses are by part."""
         if "" in self._outputs:
             return dict(sorted(self._outputs[""].items()))
         microbatches = sorted({m for own in self._outputs.values() for m in own})
@@ -242,26 +228,6 @@ class TorchStage(StageProgram):
 
     An output may share memory with an input or a parameter, so a sender or receiver of a payload must keep its memory
     alive as long as tensors on it.
-
-    Args:
-        modules: by virtual stage; exactly those that one stage of ``graph`` holds.
-        graph: the virtual stages and their edges.
-        loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
-            virtual stage in training. If it is a module, its parameters are treated as parameters of that stage. Where
-            several parts have losses, one for the last virtual stage of each.
-        seed: seed of the random forks, the same on all ranks. None: draw from torch's generators without forking.
-        unsplittable: how to run a split virtual stage whose module differentiates only as a whole: ``"whole"`` runs the
-            whole backward in B and nothing in W, ``"refuse"`` raises a StageError that names the module.
-        in_order: (kind, virtual stage) pairs that run in microbatch order. If there are any, a task that writes state
-            outside such an order (`StateWatches`), and a whole backward in an unordered B, raise a StageError.
-        devices: CUDA devices whose random generators tasks use, beside those that hold parameters or buffers.
-        shared: separates the gradients of parameters that several virtual stages of the process share.
-        grouped: whether ranks with other data join in collectives inside tasks, so that every backward has to run. A
-            loss of weight 0 is never differentiated; its backward then enters at the outputs, with zeros.
-        joined_losses: whether losses may have such collectives too, so that one of weight 0 is differentiated with the
-            factor 0.
-        feeds: what each virtual stage is called with, where the model has parts; see `rrfp.Graph`.
-        carried: warns where forwards out of microbatch order write buffers.
     """
 
     def __init__(
@@ -287,9 +253,14 @@ class TorchStage(StageProgram):
         self._units = with_loss(modules, self._losses)
         self._shared = SharedGradients({}) if shared is None else shared
         self._graph = graph
+        #: None: draw from torch's generators without forking.
         self._seed = seed
+        #: Whose random generators tasks use, beside those that hold parameters or buffers.
         self._devices = frozenset(devices)
+        #: Ranks with other data join in collectives inside tasks, so every backward has to run. A loss of weight 0 is
+        #: never differentiated; its backward then enters at the outputs, with zeros.
         self._grouped = grouped
+        #: Losses may have such collectives too, so one of weight 0 is differentiated with the factor 0.
         self._joined_losses = joined_losses
         self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
         forced = frozenset(in_order)
@@ -371,11 +342,7 @@ class TorchStage(StageProgram):
         return class_name(self._units[virtual_stage])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """Bytes of received inputs and of tensors that autograd saved; parameters and buffers do not count.
-
-        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`. Between B and W of a
-        split virtual stage: bytes of the tensors that W needs.
-        """
+        """See :meth:`StageProgram.held_bytes`; measured by an `ActivationMeter`."""
         return self._held.get((microbatch, virtual_stage), 0)
 
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
@@ -394,7 +361,7 @@ class TorchStage(StageProgram):
         return self._held_outputs.get((microbatch, virtual_stage), 0)
 
     def losses(self) -> Mapping[int, float]:
-        """See :meth:`StageProgram.losses`. Waits for the device, so it must not be called between tasks."""
+        """See :meth:`StageProgram.losses`. Waits for the device."""
         return self._results.losses()
 
     def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:

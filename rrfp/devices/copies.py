@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 
 
 class HostRegion:
-    """Memory that is pinned when it is first used, and unpinned when nothing refers to this object any more."""
+    """Memory that is pinned when it is first used, and as long as this lives."""
 
     def __init__(self, regions: HostRegions, memory: Tensor) -> None:
         self._regions = regions
@@ -55,7 +55,7 @@ def _unpin(device: Device, memory: Tensor, process: int) -> None:
 
 
 class HostRegions:
-    """The regions of one rank. Thread-safe: transports add them on the loop, copies use them on a lane's thread."""
+    """The regions of one rank. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -80,7 +80,7 @@ class HostRegions:
         return region
 
     def pinned_around(self, tensor: Tensor) -> HostRegion | None:
-        """The pinned region in which a contiguous ``tensor`` lies, or None. Work that uses it must keep it."""
+        """The pinned region of a contiguous ``tensor``, to be kept; or None."""
         start = tensor.data_ptr()
         with self._lock:
             regions = list(self._regions)
@@ -229,7 +229,7 @@ class DeviceCopies:
 
 
 def _call(call: _Call[_Result], kept: list[object]) -> tuple[_Result, list[object]]:
-    """The call's result, and what the lane has to keep until the device has done its work."""
+    """The call's result, and what the lane has to keep meanwhile."""
     return call(kept), kept
 
 
@@ -293,13 +293,13 @@ def _to_device(device: Device, regions: HostRegions, tensors: Sequence[Tensor], 
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The values in row-major memory and without a graph; a new tensor on its device unless they lie so."""
+    """The values in row-major memory, without a graph."""
     # Where a copy to the host has to conjugate, torch does so on the host, before an asynchronous copy has arrived.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def copies_of(device: Device, lane_class: CopyLaneClass, name: str = "rrfp-copies") -> DeviceCopies:
-    """The copies of a rank's transport on ``device``; with those between processes, if it offers them."""
+    """The copies of a rank's transport; with shared memory, if there is any."""
     if device.sharing is None:
         return DeviceCopies(device, lane_class, name)
     return SharesDeviceMemory(device, lane_class, device.sharing, name)

@@ -151,7 +151,7 @@ class CudaDevice(Device):
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors of which a sparse one consists; ``tensor`` itself if it is dense."""
+    """The dense tensors of which ``tensor`` consists."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

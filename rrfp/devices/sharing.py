@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """Bytes ``start`` to ``stop`` of tensor number ``tensor``, at the byte ``place`` of shared memory."""
+    """Bytes ``start`` to ``stop`` of a tensor, at a ``place`` of shared memory."""
 
     tensor: int
     start: int

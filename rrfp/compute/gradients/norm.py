@@ -53,19 +53,9 @@ def local_norm(
     skip: Collection[Tensor] = (),
     text_of: TextOf = numbered,
 ) -> float:
-    """The norm of the gradients that this rank counts.
-
-    A gradient that is a partial sum over a mesh becomes a copy: its ranks exchange their parts, so all of them must
-    make this call while no task runs. Call it on the thread of the optimizer.
-
-    Args:
-        modules: of this process, by virtual stage; a parameter that several of them share counts once.
-        norm_type: p of the p-norm.
-        topology: where this rank is; by default it counts all its gradients.
-        ranks: for each rank of the topology its number in ``torch.distributed``; by default the same number.
-        skip: parameters that another rank counts, such as those that two stages share.
-        text_of: names virtual stages in errors.
-    """
+    """The norm of the gradients that this rank counts, all but those in ``skip``."""
+    # A gradient that is a partial sum over a mesh becomes a copy: its ranks exchange their parts, so all of them must
+    # make this call while no task runs, on the thread of the optimizer.
     skipped = {id(tensor) for tensor in skip}
     topology = Topology(0, 1) if topology is None else topology
     ranks = range(topology.world) if ranks is None else ranks
@@ -95,11 +85,8 @@ def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:
 
 @torch.no_grad()
 def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None:
-    """Scale all gradients in place so that their norm, which was ``norm``, is ``max_norm`` at most.
-
-    As in ``torch.nn.utils.clip_grad_norm_`` the factor is ``max_norm / (norm + 1e-6)``, used if it is below 1 or nan: a
-    nan must stay visible. An infinite ``max_norm`` scales nothing.
-    """
+    """Scale all gradients in place so that their norm is ``max_norm`` at most."""
+    # As in `torch.nn.utils.clip_grad_norm_`. A nan must stay visible.
     factor = max_norm / (norm + 1e-6)
     if math.isinf(max_norm) or factor >= 1.0:
         return
@@ -157,7 +144,7 @@ def _spanned(device_mesh: Any, topology: Topology, ranks: Sequence[int]) -> set[
 
 @torch.no_grad()
 def has_overflow(parameters: Iterable[Tensor]) -> bool:
-    """Whether an element of a gradient, of this rank's part of it, is inf or nan. Waits once for each device."""
+    """Whether a gradient has an inf or nan. Waits once for each device."""
     finite: dict[torch.device, list[Tensor]] = {}
     for part in _parts(parameters):
         largest = torch.linalg.vector_norm(part, math.inf)  # nan where an element is nan; needs no memory
@@ -167,7 +154,7 @@ def has_overflow(parameters: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether an element of a gradient, of this rank's part of it, is not zero."""
+    """Whether an element of a gradient is not zero."""
     return any(bool(part.count_nonzero()) for part in _parts(parameters))
 
 

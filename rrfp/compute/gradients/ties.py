@@ -54,7 +54,7 @@ class TiedCopy:
     name: str
 
     def is_held(self) -> bool:
-        """Whether the module still has this object. Asked in every step, so it looks at the name first."""
+        """Whether the module still has this object."""
         current: nn.Parameter | None = None
         with suppress(AttributeError):
             current = self.module.get_parameter(self.name)
@@ -112,14 +112,7 @@ def find_copies(
     shared: SharedGradients,
     text_of: TextOf = numbered,
 ) -> list[TiedCopy]:
-    """All copies on the ranks of this process, sorted by tie and virtual stage.
-
-    Args:
-        ties: by name the parameters of all ranks of this process, or such a mapping for each rank.
-        modules: of each rank by virtual stage.
-        shared: the parameters that virtual stages of the process share; they are tied even if ``ties`` lacks them.
-        text_of: names virtual stages in errors.
-    """
+    """All copies on the ranks of this process, sorted; ``shared`` ones are tied even if ``ties`` lacks them."""
     merged = _merged(modules)
     copies = list(_named_copies(_by_name(ties, modules), merged, shared, text_of))
     named = {id(copy.parameter) for copy in copies}
@@ -223,7 +216,7 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The gradient of a copy or the sum of a tie, as it is sent; possibly absent."""
+    """The gradient of a copy, or the sum of a tie, as it is sent."""
 
     #: See `rrfp.compute.gradients.layout.encode`; ``ABSENT`` if there is no gradient.
     layout: int
@@ -234,14 +227,7 @@ class Pieces:
 
 
 class TiedGradients:
-    """The copies of one rank. Methods of a running step are called on the lane's thread.
-
-    Args:
-        copies: of this rank.
-        shared: the parameters that virtual stages of the process share.
-        repeated: receives, once all ranks agree, the parameters whose gradients repeat those of a lower virtual stage.
-        text_of: names virtual stages in errors.
-    """
+    """The copies of one rank. Methods of a running step are called on the lane's thread."""
 
     def __init__(
         self,
@@ -257,6 +243,7 @@ class TiedGradients:
         self.settings: tuple[CopySettings, ...] = ()
         #: The ties of the job; filled by `agree`.
         self.ties: tuple[Tie, ...] = ()
+        #: Receives, once all ranks agree, the parameters whose gradients repeat those of a lower virtual stage.
         self._repeated = [] if repeated is None else repeated
         self._copies = {(copy.tie, copy.virtual_stage): copy for copy in copies}
         self._ties: dict[str, Tie] = {}
@@ -266,12 +253,12 @@ class TiedGradients:
     # Called on the caller's thread.
 
     def read(self) -> None:
-        """Read the values of all copies, which ranks compare in the handshake; ConfigError as in `check`."""
+        """Read the values of all copies, which ranks compare."""
         self.check()
         self.settings = tuple(copy.settings() for copy in self._copies.values())
 
     def agree(self, ties: Iterable[Tie], most_bytes: int = PIECE_BYTES) -> None:
-        """Keep all ties of the job, on which the ranks agreed; a message has ``most_bytes`` at most."""
+        """Keep all ties of the job; a message has ``most_bytes``."""
         self.ties = tuple(ties)
         self._piece_bytes = min(PIECE_BYTES, most_bytes)
         self._ties = {tie.name: tie for tie in self.ties}
@@ -280,7 +267,7 @@ class TiedGradients:
                 self._repeated.append(copy.parameter)
 
     def check(self) -> None:
-        """Refuse a copy that its module has no more: the gradients of the object in its place would not be summed."""
+        """Refuse a copy that its module has no more."""
         # Why not follow the name? The other ranks would have to compare the values again, and the gradients, totals and
         # optimizers of the copies belong to the old objects.
         for copy in self._copies.values():
@@ -300,7 +287,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def pieces(self, tie: str, virtual_stage: int) -> Pieces:
-        """The gradient of a copy, cut into pieces that may share its memory: it must not change while they are read."""
+        """The gradient of a copy, in pieces that may share its memory."""
         copy = self._copies[tie, virtual_stage]
         with self.shared.swapped_in(virtual_stage):
             gradient, layout = (
@@ -315,11 +302,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def add(self, tie: str, others: Mapping[int, Pieces]) -> Pieces:
-        """Sum a tie whose first copy is on this rank, in the order of virtual stages, into all copies of this rank.
-
-        ``others`` are the gradients of other ranks' copies, by virtual stage. Returns the sum for these ranks; a
-        StageError if copies differ in layout, or only some of them require grad.
-        """
+        """Sum a tie, with ``others`` by virtual stage, into this rank's copies; returns it for other ranks."""
         stages = self._ties[tie].virtual_stages
         local = [v for v in stages if v not in others]
         terms = {v: others[v] if v in others else self.pieces(tie, v) for v in stages}
@@ -347,7 +330,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def put(self, tie: str, pieces: Pieces) -> None:
-        """Write the sum of a tie into all copies of this rank; an absent sum changes nothing."""
+        """Write the sum of a tie into all copies of this rank."""
         self._put(tie, [v for name, v in self._copies if name == tie], pieces)
 
     def _put(self, tie: str, virtual_stages: Iterable[int], pieces: Pieces) -> None:
@@ -372,7 +355,7 @@ class TiedGradients:
 
 
 class ProcessTies:
-    """The ties of the ranks of one process. See `find_copies` for the arguments and errors."""
+    """The ties of the ranks of one process; see `find_copies`."""
 
     def __init__(
         self,
@@ -392,7 +375,7 @@ class ProcessTies:
 
 
 def _common_layout(tie: str, terms: Mapping[int, Pieces], text_of: TextOf) -> int:
-    """The layout of the gradients that are not absent; a StageError if several, or if only some copies require grad."""
+    """The layout of the gradients; a StageError if copies differ."""
     if len({term.requires_grad for term in terms.values()}) > 1:
         frozen = ", ".join(text_of(v) for v, term in terms.items() if not term.requires_grad)
         raise StageError(f"tie {tie!r} is frozen on {frozen} only, must be on all or none")

@@ -26,7 +26,7 @@ _run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
-    """Add to ``.grad`` of all leaves. A root that occurs twice has the sum of its gradients."""
+    """Add to ``.grad`` of all leaves; a root may occur twice."""
     entered: Any = tuple(roots)
     if not _is_direct(entered):
         torch.autograd.backward(entered, tuple(gradients))
@@ -35,7 +35,7 @@ def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
 
 
 def run_grad(roots: Sequence[Root], gradients: Sequence[Tensor], inputs: Sequence[Root]) -> Sequence[Tensor | None]:
-    """The gradient of each of ``inputs`` (at least one), None if none reaches it; no ``.grad`` changes."""
+    """The gradient of each of ``inputs``, or None; no ``.grad`` changes."""
     entered: Any = tuple(roots)
     targets: Any = tuple(inputs)
     results: Sequence[Tensor | None]
@@ -47,7 +47,7 @@ def run_grad(roots: Sequence[Root], gradients: Sequence[Tensor], inputs: Sequenc
 
 
 def _is_direct(arguments: tuple[Any, ...]) -> bool:
-    """Whether no mode and no tensor subclass wants to see the call of the public function."""
+    """Whether no mode and no subclass wants to see the public call."""
     return _run_engine is not None and not has_torch_function(arguments)
 
 
@@ -94,7 +94,7 @@ class AutogradGraph:
         return [(node, node.variable) for node, name in self.names.items() if name == _ACCUMULATE]
 
     def obstacle(self) -> str | None:
-        """Why this graph can only be differentiated as a whole; None if it can be split."""
+        """Why this graph cannot be split; None if it can."""
         names = set(self.names.values())
         if REENTRANT_CHECKPOINT in names:
             return "it uses reentrant checkpointing, which differentiates only as a whole (use_reentrant=False splits)"
@@ -118,7 +118,7 @@ def has_hooks(node: Node) -> bool:
 
 
 class OuterGradients:
-    """Within, records the gradients that the engine passes to some nodes, after all hooks in front of them."""
+    """Within, records the gradients that reach some nodes."""
 
     # Why not take the results of autograd.grad? For a node that it also runs, the engine reports the gradient before
     # the prehooks of that node. So each node gets a last prehook. The engine calls no hooks of a node that it does not
@@ -142,7 +142,7 @@ class OuterGradients:
 
 
 def _counts_leaves(leaf: Tensor) -> bool:
-    """Whether the leaf has a hook of several tensors, which refuses to run in ``autograd.grad``."""
+    """Whether a leaf's hook refuses to run in ``autograd.grad``."""
     hooks = leaf._backward_hooks.values() if leaf._backward_hooks else ()
     return any(getattr(hook, "__module__", None) == register_multi_grad_hook.__module__ for hook in hooks)
 

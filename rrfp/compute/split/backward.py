@@ -82,7 +82,7 @@ class _Search:
         self._deferrable: dict[Node, bool] = {}
 
     def sources(self, node: Node) -> list[tuple[Node, int]] | None:
-        """(operator, edge) pairs that lead to ``node``, directly or by views; None if any other operator does."""
+        """(operator, edge) pairs that lead to ``node`` by views; or None."""
         if node in self._graph.roots:
             return None
         incoming = self._graph.incoming.get(node, ())

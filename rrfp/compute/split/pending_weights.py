@@ -63,7 +63,7 @@ class PendingWeights:
         self._versions = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
 
     def add_to_gradients(self) -> None:
-        """W: compute the deferred gradients, and add them and the held ones to ``.grad``. Called once."""
+        """W: add the deferred and the held gradients to ``.grad``, once."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise StageError(
                 f"a tensor that {self.owner} saved for its backward was written between B and W: use an out-of-place "
