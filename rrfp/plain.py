@@ -5,6 +5,7 @@ Each returns the value, or raises what ``error`` makes of the field and the reas
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from collections.abc import Callable, Mapping
@@ -35,6 +36,11 @@ def config_error(field: str, reason: str) -> ConfigError:
     return ConfigError(f"{field} {reason}")
 
 
+def value_error(field: str, reason: str) -> ValueError:
+    """The error for a field of data whose reader names the file or the rank."""
+    return ValueError(f"{field} {reason}")
+
+
 def whole(
     field: str, value: object, least: int = 0, most: int | None = None, *, error: MakeError = config_error
 ) -> int:
@@ -54,10 +60,24 @@ def _index(value: object) -> int | None:
         return None
 
 
+def number(
+    field: str, value: object, least: float = -math.inf, *, above: float = -math.inf, error: MakeError = config_error
+) -> float:
+    """A finite number, also one of another type than float and int, such as a tensor of one element."""
+    try:
+        read = math.nan if isinstance(value, bool) or not hasattr(value, "__float__") else float(value)
+    except (TypeError, ValueError, OverflowError):  # tensors of several elements; an int beyond the floats
+        read = math.nan
+    if not (math.isfinite(read) and read >= least and read > above):
+        span = f" >= {least:g}" if least > -math.inf else f" above {above:g}" if above > -math.inf else ""
+        raise error(field, f"is {shown(value)}, must be a finite number{span}")
+    return read
+
+
 def flag(field: str, value: object, *, error: MakeError = config_error) -> bool:
     """True or False."""
     if type(value) is not bool:
-        raise error(field, f"is {shown(value)}, must be true or false")
+        raise error(field, f"is {shown(value)}, must be True or False")
     return value
 
 
@@ -73,6 +93,15 @@ def blob(field: str, value: object, length: int, *, error: MakeError = config_er
     if type(value) is not bytes or len(value) != length:
         raise error(field, f"is {shown(value)}, must be {length} bytes")
     return value
+
+
+def or_none(reader: Reader, field: str, value: object, *span: object, error: MakeError = config_error) -> Any:
+    """None, or what ``reader`` reads."""
+
+    def fault(name: str, reason: str) -> Exception:
+        return error(name, f"{reason}, or None")
+
+    return None if value is None else reader(field, value, *span, error=fault)
 
 
 def fields_of(

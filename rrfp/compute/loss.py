@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
+from rrfp.plain import number
 
 #: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"
@@ -81,12 +82,7 @@ def gradient_weights(
 ) -> tuple[float, ...]:
     """The factor on each microbatch's loss in backward, ``grad_scale`` included."""
     normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
-    try:
-        is_finite = math.isfinite(grad_scale)
-    except TypeError:
-        is_finite = False
-    if not is_finite:
-        raise ConfigError(f"grad_scale is {grad_scale!r}, must be a finite number")
+    number("grad_scale", grad_scale)
     return tuple(weight / normaliser * grad_scale for weight in checked)
 
 
@@ -116,13 +112,7 @@ def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float,
 
 
 def _weight(microbatch: int, value: Any) -> float:
-    try:
-        weight = float(value)  # token counts are often numbers of numpy, or tensors
-    except (TypeError, ValueError):
-        weight = math.nan
-    if not 0 <= weight < math.inf:
-        raise ConfigError(f"weights[{microbatch}] is {value!r}, must be a finite number >= 0")
-    return weight
+    return number(f"weights[{microbatch}]", value, 0)  # token counts are often numbers of numpy, or tensors
 
 
 def _normaliser(weights: tuple[float, ...], reduction: str) -> float:

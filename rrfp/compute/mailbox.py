@@ -19,6 +19,7 @@ from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.model.visits import Visits
+from rrfp.plain import shown, value_error, whole
 
 
 class Mailbox:
@@ -128,8 +129,9 @@ class Mailbox:
         payloads, rest = {}, list(tensors)
         try:
             for virtual_stage, count in body["parts"]:
-                if virtual_stage in payloads or type(count) is not int or not 0 <= count <= len(rest):
-                    raise ValueError(f"{count!r:.80} of {len(rest)} tensors for virtual stage {virtual_stage}")
+                if virtual_stage in payloads:
+                    raise ValueError(f"virtual stage {virtual_stage} comes twice")
+                whole(f"tensors for virtual stage {shown(virtual_stage)}", count, 0, len(rest), error=value_error)
                 payloads[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{task} arrived with a malformed description: {error!r}") from None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rrfp.compute.async_tensors import PLAIN, is_pending, is_sharded, wait_async
 from rrfp.errors import ProtocolError, StageError
+from rrfp.plain import value_error, whole
 
 _REMEDY = "return a tuple or a dict instead (x._asdict())"
 
@@ -246,7 +247,7 @@ def _check_dense(tensor: Tensor, path: str) -> None:
 def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     mark, rest = structure[0], structure[1:]
     if mark == "t":
-        return tensors[_index(rest[0])]
+        return tensors[whole("the index", rest[0], error=value_error)]
     if mark == "v":
         return rest[0]
     if mark == "{":
@@ -267,9 +268,3 @@ def _renumbered(structure: Structure, indices: list[int]) -> Structure:
         return structure
     fields = {"{": 1, "n": 2}.get(mark, 0)
     return [mark, *rest[:fields], *(_renumbered(item, indices) for item in rest[fields:])]
-
-
-def _index(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no index")
-    return value

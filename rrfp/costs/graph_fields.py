@@ -51,8 +51,7 @@ def read_graph(document: Mapping[str, Any]) -> tuple[TaskGraph, int, tuple[Skipp
     if len(placement) != len(names):
         raise ConfigError(f"placement has {len(placement)} entries, must have {len(names)}, one a virtual stage")
     for v, stage in enumerate(placement):
-        if type(stage) is not int or not 0 <= stage < stages:
-            raise ConfigError(f"placement[{v}] is {reprlib.repr(stage)}, must be a stage, 0..{stages - 1}")
+        whole(f"placement[{v}]", stage, 0, stages - 1)
     if missing := sorted({*range(min(stages, len(names) + 1))} - {*placement}):
         raise ConfigError(f"placement has no virtual stage on stage {missing[0]}, must have one on each of {stages}")
     edges = _edges(_list("edges", document["edges"], f"of 'NAME{ARROW}NAME'"), names)
@@ -93,11 +92,7 @@ def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Sk
         if name not in names:
             raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {_listed(names)}")
         for microbatch in _list(f"skipped[{name!r}]", skippers, "of microbatches"):
-            if type(microbatch) is not int or not 0 <= microbatch < microbatches:
-                raise ConfigError(
-                    f"skipped[{name!r}] has {reprlib.repr(microbatch)}, must be a microbatch, 0..{microbatches - 1}"
-                )
-            skipped[microbatch].add(names.index(name))
+            skipped[whole(f"skipped[{name!r}]", microbatch, 0, microbatches - 1)].add(names.index(name))
     return tuple(map(frozenset, skipped))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -16,6 +15,7 @@ from rrfp.errors import ConfigError
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.visits import Skipped
+from rrfp.plain import flag, number, or_none, whole
 from rrfp.runtime.whole_batch import WholeBatches, is_batch
 
 
@@ -205,19 +205,19 @@ def plan_step(
         refused: calls before this one whose arguments were refused.
         loss_scale: the factor of a GradScaler.
     """
+    microbatches = or_none(whole, "microbatches", microbatches, 1)
     if microbatches is not None and (inputs is not None or targets is not None or kwargs is not None):
-        _check_count(microbatches)
         named = named_inputs(inputs, graph) | named_targets(targets, graph)
-        is_whole = graph is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
-        whole = WholeBatches(
-            named | ({"kwargs": kwargs} if is_whole else _named_kwargs(kwargs, stages, graph)), microbatches
+        is_uncut = graph is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
+        batches = WholeBatches(
+            named | ({"kwargs": kwargs} if is_uncut else _named_kwargs(kwargs, stages, graph)), microbatches
         )
         inputs, targets, kwargs = (
-            whole.replaced(field, values)
+            batches.replaced(field, values)
             for field, values in (("inputs", inputs), ("targets", targets), ("kwargs", kwargs))
         )
         if weights is None and reduction == "mean":
-            weights = whole.weights()
+            weights = batches.weights()
     named_kwargs = _named_kwargs(kwargs, stages, graph)
     lists = named_inputs(inputs, graph) | named_targets(targets, graph) | named_kwargs
     lists |= {"weights": weights, "sizes": sizes, **named_visits(visits, graph)}
@@ -226,10 +226,8 @@ def plan_step(
         for m, each in enumerate(dicts or ()):
             if not isinstance(each, Mapping):  # it would become a positional argument
                 raise ConfigError(f"{name}[{m}] is of type {type(each).__name__}, must be a dict")
-    if type(reduce_gradients) is not bool:
-        raise ConfigError(f"reduce_gradients is {reduce_gradients!r}, must be True or False")
-    if return_outputs is not None and type(return_outputs) is not bool:
-        raise ConfigError(f"return_outputs is {return_outputs!r}, must be True, False or None")
+    flag("reduce_gradients", reduce_gradients)
+    or_none(flag, "return_outputs", return_outputs)
     is_by_stage = isinstance(kwargs, Mapping) and not any(type(key) is str for key in kwargs)
     by_stage: Any = kwargs if is_by_stage else None
     shared_kwargs: Any = None if is_by_stage else kwargs
@@ -275,22 +273,11 @@ def _named_kwargs(kwargs: Any, stages: int, graph: ModelGraph | None) -> dict[st
 
 
 def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
-    return None if sizes is None else tuple(_size(f"sizes[{m}]", size) for m, size in enumerate(sizes))
-
-
-def _size(name: str, size: Any) -> float:
-    try:
-        number = float(size)  # token counts are often numbers of numpy, or tensors
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ConfigError(f"{name} is {size!r}, must be a finite number >= 0")
-    return number
+    return None if sizes is None else tuple(number(f"sizes[{m}]", size, 0) for m, size in enumerate(sizes))
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     """M, which all arguments must agree on."""
-    _check_count(microbatches)
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
     for name, values in lists.items():
         if values is None:
@@ -314,10 +301,3 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     if count < 1:
         raise ConfigError(f"{name} is empty, must hold at least 1 microbatch")
     return count
-
-
-def _check_count(microbatches: Any) -> None:
-    if microbatches is not None and type(microbatches) is not int:
-        raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
-    if microbatches is not None and microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches}, must be at least 1")

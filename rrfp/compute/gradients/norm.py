@@ -25,14 +25,13 @@ from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.errors import ConfigError
 from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
+from rrfp.plain import flag, or_none
 
 
 def check_norm(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any) -> None:
     """Raise a ConfigError for an argument of ``clip_grad_norm_`` that is impossible."""
-    if type(error_if_nonfinite) is not bool:
-        raise ConfigError(f"error_if_nonfinite is {error_if_nonfinite!r}, must be True or False")
-    if foreach is not None and type(foreach) is not bool:
-        raise ConfigError(f"foreach is {foreach!r}, must be True, False or None")
+    flag("error_if_nonfinite", error_if_nonfinite)
+    or_none(flag, "foreach", foreach)
     fields: tuple[tuple[str, Any, str], ...] = (
         ("max_norm", max_norm, "a number >= 0"),
         ("norm_type", norm_type, "a number above 0, or inf"),

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rrfp import timeouts
 from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
 from rrfp.compute.tracebacks import stack_of
-from rrfp.errors import ConfigError
+from rrfp.plain import whole
 
 T = TypeVar("T")
 
@@ -53,10 +53,8 @@ class ThreadLane(Lane):
     depth = 1
 
     def __init__(self, name: str = "rrfp-lane", *, nice: int = 0) -> None:
-        if type(nice) is not int or not 0 <= nice <= LOWEST_NICE:
-            raise ConfigError(f"nice is {nice!r}, must be a whole number 0..{LOWEST_NICE}")
         self._name = name
-        self._nice = nice
+        self._nice = whole("nice", nice, 0, LOWEST_NICE)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False

@@ -78,7 +78,7 @@ class LinkedTransport(Transport, Generic[Link]):
         self._closed: asyncio.Event | None = None
         self._is_closed = False
         self._pending_errors = 0
-        self._refusals = RateLimitedLog(_log)
+        self._rejections = RateLimitedLog(_log)
         self._sent = self._sent_bytes = self._received = self._received_bytes = self._dropped = 0
 
     @abstractmethod
@@ -217,7 +217,7 @@ class LinkedTransport(Transport, Generic[Link]):
             bytes_received=self._received_bytes,
             queued_bytes=sum(outlet.window.tensor_bytes for outlet in self._outlets()),
             dropped_frames=self._dropped,
-            strangers=self._refusals.count,
+            strangers=self._rejections.count,
         )
 
     def on_message(self, message: Message, num_bytes: int) -> None:
@@ -244,7 +244,7 @@ class LinkedTransport(Transport, Generic[Link]):
 
     def on_rejected(self, sentence: str) -> None:
         """A frame or a connection of no rank was dropped."""
-        self._refusals.add(sentence)
+        self._rejections.add(sentence)
 
     def _on_error_raised(self) -> None:
         self._pending_errors -= 1

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
+from rrfp.plain import shown
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.links.linked import LinkedTransport
@@ -35,7 +36,7 @@ from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surpl
 from rrfp.transports.shm.slots import with_limit
 from rrfp.transports.shm.state import Copier, TransportState
 from rrfp.transports.wire.codec import Codec, Sealed
-from rrfp.transports.wire.header_checks import HeaderChecks, shown
+from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: Takes a greeted connection: rank, channel, socket and process. Raises a FrameError if that channel has one already.
 OnGreeted = Callable[[int, Channel, PacketSocket, int], None]

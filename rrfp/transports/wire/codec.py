@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import msgpack
 
 from rrfp.errors import ConfigError, FrameError
+from rrfp.plain import shown
 from rrfp.transports.base import Message, Plain, TransportContext
 from rrfp.transports.wire.announcements import Announcement, KnownHeaders
-from rrfp.transports.wire.header_checks import MAX_ITEMS, HeaderChecks, shown
+from rrfp.transports.wire.header_checks import MAX_ITEMS, HeaderChecks
 from rrfp.transports.wire.tensor_bytes import DTYPE_NAMES, as_bytes
 
 #: Changes whenever the meaning of a frame does.

@@ -6,7 +6,6 @@ A header may come from any sender, so no field is used to allocate, index or con
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Collection
 from enum import StrEnum
 from functools import cache
@@ -16,6 +15,7 @@ import torch
 
 from rrfp.errors import FrameError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.plain import flag, shown, whole
 from rrfp.transports.wire.tensor_bytes import DTYPES, MAX_DIMENSIONS
 
 #: Bytes of one announced tensor: beyond it, strides would overflow 64 bits.
@@ -37,18 +37,6 @@ def _members(choices: type[_Choice]) -> dict[str, _Choice]:
     return {member.value: member for member in choices}
 
 
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel = 3
-_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
-
-_MAX_SHOWN = 80
-
-
-def shown(value: object) -> str:
-    """A received value for an error, in 80 characters at most."""
-    return _BRIEF.repr(value)[:_MAX_SHOWN]
-
-
 class TensorSpec(NamedTuple):
     """Dtype, shape and requires_grad of one announced tensor."""
 
@@ -68,9 +56,12 @@ class HeaderChecks:
     def __init__(self, peer: int | None) -> None:
         self._peer = peer
 
+    def _error(self, field: str, reason: str) -> FrameError:
+        return FrameError(self._peer, field, reason)
+
     def fail(self, field: str, reason: str) -> NoReturn:
         """Raise the error for ``field``."""
-        raise FrameError(self._peer, field, reason)
+        raise self._error(field, reason)
 
     def choice(self, field: str, value: Any, choices: type[_Choice]) -> _Choice:
         """One member of an enumeration."""
@@ -81,15 +72,11 @@ class HeaderChecks:
 
     def integer(self, field: str, value: Any, least: int = 0) -> int:
         """An integer of 63 bits, at least ``least``."""
-        if type(value) is not int or not least <= value <= _MAX_INT:
-            self.fail(field, f"is {shown(value)}, must be a whole number >= {least}")
-        return value
+        return whole(field, value, least, _MAX_INT, error=self._error)
 
     def boolean(self, field: str, value: Any) -> bool:
         """True or False."""
-        if type(value) is not bool:
-            self.fail(field, f"is {shown(value)}, must be true or false")
-        return value
+        return flag(field, value, error=self._error)
 
     def array(self, field: str, value: Any, length: int | None = None) -> list[Any]:
         """A list; of ``length`` items unless that is None."""
