@@ -20,7 +20,6 @@ from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.auto import auto_transport
 from rrfp.transports.base import Transport
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
-from rrfp.transports.tunnel.staged import StagedLink
 
 
 class Stuck(SeparateDouble):
@@ -61,9 +60,10 @@ async def ends(*devices: SeparateDouble | None, may_race: bool = False, **change
         check_races(made.devices)
 
 
-def kinds(transport: Transport) -> dict[int, type[StagedLink]]:
+def kinds(transport: Transport) -> dict[int, str]:
+    """The class of the link to each peer: by slots, or through host memory."""
     assert isinstance(transport, CudaIpcTransport)
-    return {peer: type(link) for peer, link in transport._links.items()}
+    return {peer: type(link).__name__ for peer, link in transport._links.items()}
 
 
 class RefusingMemory(SharedMemory):

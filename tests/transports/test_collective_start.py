@@ -18,8 +18,8 @@ from rrfp.errors import ConfigError, TransportClosedError, TransportError
 from rrfp.lab.gloo_backend import GlooBackend, over_gloo
 from rrfp.testing.transport_checks.pair import soon
 from rrfp.transports import DeviceCopies
+from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.channel import RankPair
-from rrfp.transports.collective.nccl import check_environment
 from rrfp.transports.collective.transport import CollectiveTransport, check_leave, nccl_backend
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -156,23 +156,34 @@ async def test_plain_connections_need_a_leave(single_host: bool, monkeypatch: py
     ],
     ids=["none", "good", "one queue", "few queues", "no number", "implicit order"],
 )
-def test_settings_under_which_nccl_deadlocks_are_refused_by_name(environ: dict[str, str], refused: str) -> None:
+async def test_settings_under_which_nccl_deadlocks_are_refused_by_name(
+    environ: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     if not refused:
-        check_environment(environ)
+        await nccl_backend(on_cuda())
         return
     with pytest.raises(ConfigError, match=refused) as raised:
-        check_environment(environ)
+        await nccl_backend(on_cuda())
     assert "transport='auto', which copies tensors through host memory" in str(raised.value)
+
+
+def on_cuda() -> TransportContext:
+    class Copies:
+        kind, index = "cuda", 0
+
+    return replace(makers.contexts(allow_insecure=True)[0], copies=cast(DeviceCopies, Copies()))
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 async def test_a_rank_on_cuda_without_nccl_is_told_what_is_left() -> None:
-    class Copies:
-        kind, index = "cuda", 0
-
-    context = makers.contexts(allow_insecure=True)[0]
     with pytest.raises(ConfigError, match="this torch has no NCCL; 'auto' copies tensors through host memory"):
-        await nccl_backend(replace(context, copies=cast(DeviceCopies, Copies())))
+        await nccl_backend(on_cuda())
 
 
 async def test_a_rank_on_the_cpu_is_told_that_collective_is_for_cuda() -> None:
