@@ -46,7 +46,7 @@ LAST_MESSAGES_S = 0.5
 #: A send failed: so long for ``receive`` to say why, which may take `BREAK_GRACE_S` and `LAST_MESSAGES_S`.
 FAREWELL_TIMEOUT_S = 1.0
 
-#: A transfer that both ends of a collective edge have posted. A dead or silent peer ends it without this limit.
+#: A transfer that both ends of a `P2PChannel` have posted. A dead or silent peer ends it without this limit.
 TRANSFER_S = 1800.0
 
 #: How long a rank's loop may take to answer another rank. A loop's callbacks last milliseconds.

@@ -91,7 +91,7 @@ CONTRACTS = {
         *("Batch", "Graph", "Hint", "Lane", "Pipeline", "ReadySet", "StageProgram", "StepResult", "Transport", "View"),
     ),
     "rrfp.callbacks": ("Callback",),
-    "rrfp.compute.devices.base": ("Device",),
+    "rrfp.devices.base": ("Device",),
     "rrfp.testing.lane_checks": ("Subject",),
     "rrfp.testing.transport_checks": ("Pair", "PairOptions"),
     "rrfp.transports": (

@@ -1,4 +1,4 @@
-"""Tensors from this process to another one on the same device: pulled, and staged through host memory, in turns."""
+"""Tensors from this process to another one on the same device: by slots, and staged through host memory, in turns."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from benchmarks.gpu.staging import Rate
 from benchmarks.gpu.target import Target, open_target
 from benchmarks.gpu.tasks import Product
-from rrfp.compute.devices.base import Event
-from rrfp.compute.devices.copies import copies_of
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import Event
+from rrfp.devices.copies import copies_of
 from rrfp.errors import PeerLostError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import StoreRendezvous
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.transport import staged
 
-#: Pulled, and staged.
+#: By slots of device memory, and staged.
 WAYS = ("cuda_ipc", "shm")
 
 #: Bytes of the messages whose host time is measured.
@@ -48,13 +50,13 @@ class Between:
     """Messages between two processes.
 
     Attributes:
-        is_pulled: whether the trial at the start worked; else both ways are staged.
+        has_slots: whether the trial at the start worked; else both ways are staged.
         rates: from sending a tensor to the other end's answer that it is there.
         busy_rates: the same, while the other process computes all the time.
         host_s: by way, seconds of this process's CPU time to send a small tensor and receive the answer.
     """
 
-    is_pulled: bool
+    has_slots: bool
     rates: list[Rate]
     busy_rates: list[Rate]
     host_s: Mapping[str, float]
@@ -97,9 +99,9 @@ async def _measure(target: Target, store: str, sizes: tuple[int, ...], repeats: 
             rates += [Rate(way, num_bytes, statistics.median(samples[way][2:])) for way in WAYS]
         small = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=target.where)
         host_s = {way: await _host_s(end, small, messages) for way, end in ends.items()} if messages else {}
-        pulling = ends["cuda_ipc"]
-        assert isinstance(pulling, CudaIpcTransport)
-        return Between(isinstance(pulling._by_peer[1], PulledTransport), rates, [], host_s)
+        sharing = ends["cuda_ipc"]
+        assert isinstance(sharing, CudaIpcTransport)
+        return Between(isinstance(sharing._links[1], TunnelLink), rates, [], host_s)
 
 
 async def _host_s(end: Transport, tensor: Tensor, messages: int) -> float:
@@ -119,7 +121,7 @@ async def _ends(target: Target, rank: int, store: str, stack: AsyncExitStack) ->
     rendezvous = StoreRendezvous(FileStore(store, 2), run_id="processes")
     ends = {}
     for way in WAYS:
-        copies = copies_of(target.device, f"benchmark-{way}")
+        copies = copies_of(target.device, StreamLane, f"benchmark-{way}")
         context = TransportContext(rank, (1 - rank,), f"processes-{way}", rendezvous, copies=copies)
         ends[way] = staged(create_transport(way, context), copies)
         stack.callback(ends[way].abort)

@@ -17,7 +17,7 @@ generators.
 
 staging: tensors one at a time, between device and host, and from rank to rank in this process.
 
-processes: tensors from this process to another one on the same device, one at a time, until its answer: pulled
+processes: tensors from this process to another one on the same device, one at a time, until its answer: by slots
 (`cuda_ipc`) and staged (`shm`) in turns, into a process that is idle and into one that computes; and this process's
 CPU time of a message of 1 KiB each way.
 
@@ -184,7 +184,7 @@ def _staging(rates: list[Rate]) -> tuple[list[str], list[Aim]]:
 
 
 def _processes(between: Between) -> tuple[list[str], list[Aim]]:
-    lines = [] if between.is_pulled else ["cuda_ipc: the trial failed, so both ways are staged"]
+    lines = [] if between.has_slots else ["cuda_ipc: the trial failed, so both ways are staged"]
     lines += [f"process to process, {line}" for line in _rate_lines(between.rates)]
     lines += [f"into a busy process, {line}" for line in _rate_lines(between.busy_rates)]
     lines += [f"host time of a small message, {way}: {us(seconds)} us" for way, seconds in between.host_s.items()]

@@ -20,8 +20,8 @@ import torch
 
 import rrfp
 from rrfp.commands.doctor import gpu_report
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.devices.base import Device
+from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
 from rrfp.lab.device_double import DoubleDevice
 

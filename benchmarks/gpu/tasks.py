@@ -18,13 +18,13 @@ from torch import Tensor, nn
 import rrfp
 from benchmarks.gpu.target import Target
 from benchmarks.shared.figures import Spread
-from rrfp.compute.devices.base import Event
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.rng import RandomForks
+from rrfp.devices.base import Event
 from rrfp.model.tasks import Kind, StepId, Task
 
 

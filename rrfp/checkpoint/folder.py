@@ -128,12 +128,6 @@ def prune(folder: Path, keep: int | None) -> None:
             discard(path)
 
 
-def check_keep(keep: Any) -> None:
-    """Refuse a ``keep`` that is neither None nor a whole number from 1 on."""
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep is {keep!r}, must be an integer >= 1, or None for all")
-
-
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(_entries(folder))
 

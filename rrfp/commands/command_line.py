@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rrfp.errors import ConfigError, Faults, nearest_to
+from rrfp.plain import whole
 
 # The base of typer's errors about arguments. Its module depends on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -180,12 +181,7 @@ def at_least(name: str, least: int | None) -> Callable[[int | None], int | None]
     if least is None:
         return None
 
-    def callback(value: int | None) -> int | None:
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} is {value}, must be at least {least}")
-        return value
-
-    return callback
+    return lambda value: None if value is None else whole(f"--{name}", value, least)
 
 
 def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

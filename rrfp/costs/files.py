@@ -190,11 +190,7 @@ def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Sk
         if name not in names:
             raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {listed(names)}")
         for microbatch in checked_list(f"skipped[{name!r}]", skippers, "of microbatches"):
-            if type(microbatch) is not int or not 0 <= microbatch < microbatches:
-                raise ConfigError(
-                    f"skipped[{name!r}] has {reprlib.repr(microbatch)}, must be a microbatch, 0..{microbatches - 1}"
-                )
-            skipped[microbatch].add(names.index(name))
+            skipped[whole(f"skipped[{name!r}]", microbatch, 0, microbatches - 1)].add(names.index(name))
     return tuple(map(frozenset, skipped))
 
 

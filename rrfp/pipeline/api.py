@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from rrfp.compute.gradients.process_groups import global_ranks
-from rrfp.compute.gradients.tie_copies import Ties
+from rrfp.compute.gradients.ties import Ties
 from rrfp.compute.tracebacks import from_here
 from rrfp.errors import ConfigError, Faults, RrfpError
 from rrfp.model.declared import Graph

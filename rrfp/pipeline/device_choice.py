@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.devices.base import Device
+from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 from rrfp.model.names import TextOf, numbered

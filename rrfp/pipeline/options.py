@@ -13,11 +13,11 @@ import torch
 
 from rrfp import timeouts
 from rrfp.callbacks.base import Callback
-from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
+from rrfp.compute.loss import Reduction
 from rrfp.compute.split.backward import Unsplittable
-from rrfp.compute.weighting import Reduction
+from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, Faults, misspelt, nearest_to
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.memory.admission import Limit

@@ -76,7 +76,7 @@ def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
     assert document["failed"] == []
     assert set(document["gaps"]["by_depth"]) == {"1", "2"}
     assert {rate["way"] for rate in document["staging"]} >= {"device to host", "rank to rank, inproc"}
-    assert document["processes"]["is_pulled"]
+    assert document["processes"]["has_slots"]
     assert {rate["way"] for rate in document["processes"]["rates"]} == {"cuda_ipc", "shm"}
 
 

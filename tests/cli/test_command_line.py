@@ -97,7 +97,7 @@ SEVERAL = {
     ),
     "a range and a type": (
         ("sweep", "--profile", "llm", "--hint", "bf", "--seed", "-1", "--jobs", "x", "--nope=3"),
-        ["No such option: --nope", "--seed is -1, must be at least 0", "Invalid value for '--jobs'"],
+        ["No such option: --nope", "--seed is -1, must be a whole number >= 0", "Invalid value for '--jobs'"],
     ),
     "a missing value": (
         ("simulate", "--hint", "nope", "--costs"),

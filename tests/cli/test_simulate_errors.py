@@ -80,7 +80,7 @@ BAD = {
     "seeds": (("--hint", "bf", "--seeds", "4"), "it is an option of rrfp sweep"),
     "csv": (("--hint", "bf", "--csv", "x.csv"), "it is an option of rrfp sweep"),
     "absent schedule": (("--strict", "no/such.csv"), "strict is 'no/such.csv': cannot be read (No such file"),
-    "no group": (("--hint", "bf", "--tp", "0"), "--tp is 0, must be at least 1"),
+    "no group": (("--hint", "bf", "--tp", "0"), "--tp is 0, must be a whole number >= 1"),
     "coordination alone": (("--hint", "bf", "--coordination", "leader"), "--coordination goes with --tp"),
     "unknown coordination": (
         ("--hint", "bf", "--tp", "2", "--coordination", "x"),

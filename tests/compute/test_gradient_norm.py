@@ -142,7 +142,7 @@ def test_a_gradient_in_another_layout_is_refused_by_name() -> None:
         ((1.0, -2.0), r"^norm_type is -2\.0, must be"),
         ((1.0, math.nan), r"^norm_type is nan, must be"),
         ((1.0, 2.0, 1), r"^error_if_nonfinite is 1, must be True or False$"),
-        ((1.0, 2.0, True, "no"), r"^foreach is 'no', must be True, False or None$"),
+        ((1.0, 2.0, True, "no"), r"^foreach is 'no', must be True or False, or None$"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:

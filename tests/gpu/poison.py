@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Stream
+from rrfp.devices.base import Device, DeviceMemory, Stream
 
 #: So many tensors of a shape are spoilt at a time, to get at all freed blocks of that size.
 _COPIES = 6

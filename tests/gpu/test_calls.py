@@ -11,8 +11,9 @@ from gpu.stub.control import NOT_SUPPORTED, OUT_OF_MEMORY, CudaStub
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.devices.copies import StreamCopies
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
+from rrfp.devices.cuda import CudaDevice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -136,7 +137,7 @@ async def test_memory_that_cannot_be_pinned_is_copied_once_more_whatever_the_lay
 ) -> None:
     """The error of the attempt does not fall on the copies' next kernel."""
     stub.fail_call("cudaHostRegister", error, times=1000)
-    copies = StreamCopies(CudaDevice(0))
+    copies = DeviceCopies(CudaDevice(0), StreamLane)
     try:
         for source in (torch.arange(60.0).reshape(6, 10), torch.arange(60.0).reshape(6, 10).t()):
             slot = torch.empty(source.shape)

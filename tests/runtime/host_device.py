@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Event, Stream
+from rrfp.devices.base import Device, DeviceMemory, Event, Stream
 
 
 class HostEvent(Event):

@@ -16,7 +16,7 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"inputs": 7}, "inputs is of type int, must be a list"),
     ({"inputs": torch.zeros(3)}, "inputs is of type Tensor, must be a list"),
     ({"inputs": [], "targets": []}, "inputs is empty, must hold at least 1 microbatch"),
-    ({"inputs": None, "targets": None, "microbatches": 0}, "microbatches is 0, must be at least 1"),
+    ({"inputs": None, "targets": None, "microbatches": 0}, "microbatches is 0, must be a whole number >= 1"),
     ({"microbatches": 3}, "microbatches: 3"),
     ({"microbatches": 2.5}, "microbatches is 2.5"),
     ({"targets": [1]}, "targets: 1"),

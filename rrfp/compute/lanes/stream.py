@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
-from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
-from rrfp.errors import ConfigError
+from rrfp.devices.base import Device, Event, Stream
 from rrfp.log import get_logger
+from rrfp.plain import whole
 
 
 @dataclass(slots=True)
@@ -109,10 +109,8 @@ class StreamLane(ThreadLane):
         is_urgent: bool = False,
         is_timed: bool = True,
     ) -> None:
-        if type(depth) is not int or depth < 1:
-            raise ConfigError(f"depth is {depth!r}, must be a whole number >= 1")
         super().__init__(name, nice=nice)
-        self.depth = depth
+        self.depth = whole("depth", depth, 1)
         self.device = device
         self.offers = None  # the next call waits behind the running one already
         self._stream = device.stream(is_urgent=is_urgent)

@@ -28,6 +28,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -36,80 +37,85 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Stream
-from rrfp.compute.devices.sharing import DeviceSharing, check_fields, integer
-from rrfp.errors import ConfigError
+from rrfp.devices.base import Device, DeviceMemory, Stream
+from rrfp.devices.sharing import DeviceSharing, SharedMemory
+from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double.memory import Memory
 from rrfp.lab.device_double.stream import DoubleStream, Issuer
 from rrfp.lab.device_double.timeline import DoubleError, DoubleEvent, Timeline
+from rrfp.plain import Reader, fields_of, whole
 
 __all__ = ["DoubleDevice", "DoubleError", "DoubleEvent", "DoubleSharing", "DoubleStream"]
 
 
-class _Shared:
-    """Bytes in a memfd that stay while anything refers to this object."""
+class DoubleMemory(SharedMemory):
+    """A part of the double's memory that is a memfd, which other processes map; or another process's.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.descriptor = os.memfd_create("rrfp-device-double", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, num_bytes)
-        self.inode = os.fstat(self.descriptor).st_ino
-        self.content = _map(self.descriptor, num_bytes)
-        # A forked child maps the same memory, and must not overwrite it when it ends.
-        weakref.finalize(self, _reuse, self.content, self.descriptor, os.getpid()).atexit = False
+    Each copy has a storage of its own over the bytes that it concerns, so that only these are covered while it is
+    pending: another process that reads them too early reads 0xFF.
+    """
 
+    def __init__(self, descriptor: int, num_bytes: int, fields: Mapping[str, Any], *, is_own: bool) -> None:
+        self.num_bytes = num_bytes
+        self.fields = fields
+        self._closing = weakref.finalize(self, os.close, descriptor)
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self._is_own = is_own
+        self._used = 0
 
-def _map(descriptor: int, num_bytes: int) -> Tensor:
-    array: Any = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
-    with _disable_current_modes():  # else the memory would count as made by the stream whose block this is
-        return torch.from_numpy(array)
+    def write(self, start: int, source: Tensor) -> object:
+        """See `SharedMemory.write`."""
+        self._used = max(self._used, start + source.nbytes)
+        piece = self._piece(start, source.nbytes)
+        piece.copy_(source, non_blocking=True)
+        return piece
 
+    def read(self, start: int, target: Tensor) -> object:
+        """See `SharedMemory.read`."""
+        piece = self._piece(start, target.nbytes)
+        target.copy_(piece, non_blocking=True)
+        return piece
 
-def _reuse(content: Tensor, descriptor: int, process: int) -> None:
-    if os.getpid() == process:
-        content.numpy().fill(0xFF)  # not by torch, to which a dispatch mode may listen
-        os.close(descriptor)
+    def _piece(self, start: int, num_bytes: int) -> Tensor:
+        array: Any = np.frombuffer(self._map, np.uint8, num_bytes, start)
+        with _disable_current_modes():  # else the memory would count as made by the stream whose block this is
+            return torch.from_numpy(array)
+
+    def close(self, *, is_open_elsewhere: bool = True) -> None:
+        """See `SharedMemory.close`. As another program's use of it would, this overwrites the memory with 0xFF."""
+        if self._is_own:
+            np.frombuffer(self._map, np.uint8, self._used).fill(0xFF)
+        self._closing()
 
 
 class DoubleSharing(DeviceSharing):
-    """The double's memory for other processes: a copy in a memfd, which both ends map.
-
-    The copy is work of the stream on which it is issued, so a process that opens it too early reads 0xFF. When its
-    owner drops it, it is overwritten with 0xFF at once, as a GPU's allocator may reuse memory: a stream that still
-    reads it, or reads a dropped copy that it opened, shows in values or among the double's problems. An opened copy
-    stays mapped after the death of its owner.
-    """
+    """The double's memory for other processes. What is open stays mapped after the death of its owner."""
 
     name = "double"
 
-    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
-        """See `DeviceSharing.share`."""
-        shared = _Shared(tensor.nbytes)
-        shared.content.copy_(tensor.reshape(-1).view(torch.uint8))
-        fields = {"process": os.getpid(), "descriptor": shared.descriptor, "inode": shared.inode}
-        return {**fields, "length": tensor.nbytes}, shared
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """See `DeviceSharing.allocate`."""
+        descriptor = os.memfd_create("rrfp-device-double", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+        inode = os.fstat(descriptor).st_ino
+        fields = {"process": os.getpid(), "descriptor": descriptor, "inode": inode, "size": num_bytes}
+        return DoubleMemory(descriptor, num_bytes, fields, is_own=True)
 
-    def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
+    def check(self, fields: Mapping[str, Any]) -> int:
         """See `DeviceSharing.check`."""
-        check_fields(
-            fields,
-            {
-                "process": integer(1),
-                "descriptor": integer(),
-                "inode": integer(),
-                "length": integer(num_bytes, num_bytes),
-            },
-        )
+        positive = partial(whole, least=1)
+        readers: dict[str, Reader] = {"process": positive, "descriptor": whole, "inode": whole, "size": positive}
+        size: int = fields_of(fields, readers, error=partial(FrameError, None))["size"]
+        return size
 
-    def open(self, fields: Mapping[str, Any]) -> Tensor:
+    def open(self, fields: Mapping[str, Any]) -> SharedMemory:
         """See `DeviceSharing.open`."""
         descriptor = os.open(f"/proc/{fields['process']}/fd/{fields['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if (status.st_ino, status.st_size) != (fields["inode"], fields["length"]):
-                raise OSError("the memory was released")
-            return _map(descriptor, fields["length"])
-        finally:
+        status = os.fstat(descriptor)
+        if (status.st_ino, status.st_size) != (fields["inode"], fields["size"]):
             os.close(descriptor)
+            raise OSError("the memory was released")
+        return DoubleMemory(descriptor, fields["size"], fields, is_own=False)
 
 
 _serial = itertools.count()
@@ -135,7 +141,7 @@ class DoubleDevice(Device):
     """
 
     kind = "double"
-    sharing: DoubleSharing
+    sharing: DeviceSharing
 
     def __init__(
         self, seconds: float | Callable[[int], float] = 0.001, *, locked_s: float = 0.0, can_pin: bool = True

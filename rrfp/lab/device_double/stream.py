@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rrfp.compute.devices.base import Event, Stream
+from rrfp.devices.base import Event, Stream
 from rrfp.lab.device_double.memory import Memory, Segment
 from rrfp.lab.device_double.regions import Clock, Work, storages
 from rrfp.lab.device_double.timeline import Barrier, DoubleEvent, Queue, Timeline

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp.compute.devices.base import Event
+from rrfp.devices.base import Event
 from rrfp.lab.device_double.regions import Clock, Work
 
 #: The thread stays for so long after its last work.
