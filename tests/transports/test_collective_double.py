@@ -184,9 +184,9 @@ async def test_kernels_of_more_groups_than_a_device_has_room_for_are_a_named_dea
     for slots in (1, 2):
         network = DoubleNetwork(slots)
         pipes = [
-            DoubleGroup(network, edge, is_source, host=(edge, is_source))
+            DoubleGroup(network, pair, is_source, host=(pair, is_source))
             for is_source in (True, False)
-            for edge in (RankPair(0, 1), RankPair(1, 0))
+            for pair in (RankPair(0, 1), RankPair(1, 0))
         ]
         await asyncio.gather(*(asyncio.to_thread(network.join, pipe, 10.0) for pipe in pipes))
         for pipe in pipes:

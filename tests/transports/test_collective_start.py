@@ -70,7 +70,7 @@ async def stuck_start(**changes: Any) -> AsyncIterator[tuple[CollectiveTransport
     starts = [asyncio.create_task(end.start()) for end in (one, other)]
     try:
         for backend in backends:
-            await soon(asyncio.to_thread(backend.entered.wait, 10), "the start waits for an edge")
+            await soon(asyncio.to_thread(backend.entered.wait, 10), "the start waits for a group")
         yield one, other, starts[0]
     finally:
         for backend in backends:
@@ -86,7 +86,7 @@ async def test_a_backend_that_connects_for_too_long_is_not_waited_for() -> None:
             await soon(starting, "start ends")
 
 
-async def test_a_peer_that_ends_while_edges_are_made_is_not_waited_for() -> None:
+async def test_a_peer_that_ends_while_groups_are_made_is_not_waited_for() -> None:
     async with stuck_start(connect_timeout_s=60.0) as (_, other, starting):
         other.abort()
         with pytest.raises(TransportError, match="rank 1 connected, then left"):
@@ -101,7 +101,7 @@ async def test_an_abort_ends_a_start_whose_backend_does_not_return() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
+async def test_a_start_that_waits_for_a_group_can_be_given_up(how: str) -> None:
     """No thread waits on for the peer (the leak guard looks)."""
     entered = threading.Event()
 
@@ -116,7 +116,7 @@ async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
     one = CollectiveTransport(left, Waiting(0, "127.0.0.1"))
     joining = asyncio.create_task(base.start())
     starting = asyncio.create_task(one.start())
-    await soon(asyncio.to_thread(entered.wait, 10), "the start waits for an edge")
+    await soon(asyncio.to_thread(entered.wait, 10), "the start waits for a group")
     if how == "abort":
         one.abort()
         with pytest.raises(TransportClosedError):
