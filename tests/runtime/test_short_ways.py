@@ -145,3 +145,18 @@ def test_a_program_without_finish_costs_one_call_a_task_and_one_for_the_losses(r
     extra = [calls for calls in ways.to_the_lane if any(name == "LaneExecutor.run_extra" for name, _ in calls)]
     assert taken == num_stages * 2 * len(BATCH.inputs)
     assert len(extra) == 1
+
+
+@pytest.mark.parametrize(("transport", "most"), [("shm", 12), ("zmq", 14)])
+def test_a_message_is_a_dozen_calls_from_its_socket_to_the_lane(transport: str, most: int) -> None:
+    with watched() as ways, rrfp.local(stages(2), loss_fn=loss_fn, transport=transport) as pipe:
+        pipe.step(BATCH.inputs, BATCH.targets)
+    arrivals = ways.to_the_core[ev.Arrived]
+    decisions = [calls for calls in ways.to_the_lane if any(name == "Arbiter.decide_once" for name, _ in calls)]
+    assert len(arrivals) == 2 * len(BATCH.inputs)
+    assert decisions
+    for arrival in arrivals:
+        for decision in decisions:
+            # Both lists lack the call that was looked at: of the core, and of the lane.
+            calls = [*arrival, ("StageCore.apply", "StageCore"), *decision, ("ThreadLane.enqueue", "ThreadLane")]
+            assert len(calls) <= most, calls

@@ -59,7 +59,15 @@ class ShmInlet:
                 )
             datagram = unpack(self._peer, buffer[: packet.size])
             slot = self._slot_of(datagram, packet)
-            self._handle(datagram, slot)
+            sealed = self._codec.open(datagram.header, self._peer)
+            if sealed.kind == DROP:
+                self._drop(sealed.fields)
+            elif sealed.kind in LINK_KINDS:
+                self._receiver.on_link_frame(self._peer, self._channel, sealed)
+            else:
+                message = self._message(sealed, datagram, slot)
+                self._sequence += 1
+                self._receiver.on_message(message, datagram.payload.num_bytes)
         except TransportError as error:
             if slot is not None and not slot.is_borrowed:
                 slot.free()
@@ -68,28 +76,16 @@ class ShmInlet:
             if packet.descriptor is not None:
                 os.close(packet.descriptor)  # the mapping needs it no longer
 
-    def _handle(self, datagram: Datagram, slot: Slot | None) -> None:
-        sealed = self._codec.open(datagram.header, self._peer)
-        if sealed.kind == DROP:
-            self._drop(sealed.fields)
-        elif sealed.kind in LINK_KINDS:
-            self._receiver.on_link_frame(self._peer, self._channel, sealed)
-        else:
-            self._on_message(sealed, datagram, slot)
-
-    def _on_message(self, sealed: Sealed, datagram: Datagram, slot: Slot | None) -> None:
+    def _message(self, sealed: Sealed, datagram: Datagram, slot: Slot | None) -> Message:
         announcement = self._next(sealed, datagram)
         sizes = announcement.sizes
         if slot is None:
-            message = announcement.assemble(_cut(datagram.inline, sizes), copy=True)
-        elif (needed := sum(map(padded, sizes))) > slot.num_bytes:
+            return announcement.assemble(_cut(datagram.inline, sizes), copy=True)
+        if (needed := sum(map(padded, sizes))) > slot.num_bytes:
             raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
-        elif slot.is_borrowed:
+        if slot.is_borrowed:
             raise FrameError(self._peer, "slot", f"is {slot.ident}, which an earlier message still uses")
-        else:
-            message = announcement.assemble(slot.borrow(sizes))
-        self._sequence += 1
-        self._receiver.on_message(message, announcement.num_bytes)
+        return announcement.assemble(slot.borrow(sizes))
 
     def _next(self, sealed: Sealed, datagram: Datagram) -> Announcement:
         """The checked header of the channel's next message."""

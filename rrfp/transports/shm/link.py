@@ -236,8 +236,9 @@ class ShmLink:
         self.process = process
         outlet = ShmOutlet(self.peer, packets, shared, partial(self._post, Channel.CONTROL, WANT, channel.value))
         self.outlets = {**self.outlets, channel: outlet}  # a new one: `statistics` may be reading it in another thread
-        self._connections[channel] = _Connection(packets, ShmInlet(self.peer, channel, shared, self._owner))
-        packets.on_readable(partial(self._read, channel))
+        connection = _Connection(packets, ShmInlet(self.peer, channel, shared, self._owner))
+        self._connections[channel] = connection
+        packets.on_readable(partial(self._read, connection, _BATCH))
         if accepted:
             self._post(channel, WELCOME)
             self._on_welcome(channel)
@@ -257,24 +258,21 @@ class ShmLink:
     def _post(self, channel: Channel, kind: str, *fields: object) -> None:
         self._connections[channel].packets.post(pack(self._shared.codec.seal(kind, *fields)))
 
-    def _read(self, channel: Channel) -> None:
-        if self._read_batch(self._connections[channel], _BATCH):
-            self.lose("its connection ended")
-
-    def _read_batch(self, connection: _Connection, most: int | None = None) -> bool:
-        """Read ``most`` datagrams of a channel; whether it ended now."""
+    def _read(self, connection: _Connection, most: int | None = None) -> None:
+        """Read ``most`` datagrams of a channel, or all."""
         buffer = self._shared.buffer
         view = memoryview(buffer)
         while not (self._is_over or connection.has_ended or most == 0):
             packet = connection.packets.read(buffer)
             if packet is None:
-                return False
+                return
             if packet.size == 0:
                 connection.has_ended = True
-                return True
+                if most is not None:  # else `lose` reads what is left
+                    self.lose("its connection ended")
+                return
             connection.inlet.accept(packet, view)
             most = None if most is None else most - 1
-        return False
 
     def on_frame(self, channel: Channel, sealed: Sealed) -> None:
         """Handle a frame of the link itself; a FrameError if a field is malformed."""
@@ -317,7 +315,7 @@ class ShmLink:
     def lose(self, reason: str) -> None:
         """Read what the peer sent, then report its loss, unless it left."""
         for connection in self._connections.values():
-            self._read_batch(connection)
+            self._read(connection)
         if self._is_over:
             return
         if len(self._byes) == len(Channel):
