@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
-    from rrfp.runtime.status_socket.job import Job
+    from rrfp.runtime.status_socket.job import RunningJob
     from rrfp.runtime.status_socket.report import JobReport
 
     #: Shows a job at one moment.
@@ -62,7 +62,7 @@ def top(
         typer.echo(f"rrfp top: {ending}", err=json)
 
 
-def _watch(job: Job, show: Show, interval: float | None) -> str:
+def _watch(job: RunningJob, show: Show, interval: float | None) -> str:
     """Show the job until it ends, or once; returns how it ended."""
     from rrfp.runtime.status_socket.job import JobEnded, SilentJobError
 

@@ -25,7 +25,7 @@ _MAX_SIGNATURES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ForwardBytes:
     """Bytes that a forward keeps."""
 
     #: All bytes, each storage counted once.
@@ -43,9 +43,9 @@ class ActivationMeter:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: dict[Hashable, Kept] = {}
+        self._known: dict[Hashable, ForwardBytes] = {}
 
-    def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, Kept]:
+    def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, ForwardBytes]:
         """Run ``call``, a forward; also returns the bytes that it keeps, of ``kept`` too."""
         caller_hooks = saved_tensor_hooks()
         known = self._known.get(signature)
@@ -63,7 +63,7 @@ class ActivationMeter:
             storages.add(tensor)
         if len(self._known) >= _MAX_SIGNATURES:
             self._known.clear()
-        known = Kept(storages.num_bytes, storages.sum_of_seen(tensors_in(result)))
+        known = ForwardBytes(storages.num_bytes, storages.sum_of_seen(tensors_in(result)))
         if caller_hooks is None:  # the hooks of another step may keep more, or less
             self._known[signature] = known
         return result, known

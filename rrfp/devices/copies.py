@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.devices.base import CopyLane, CopyLaneClass, Device
-from rrfp.devices.sharing import DeviceSharing, Part, SharedMemory
+from rrfp.devices.sharing import ByteRange, DeviceSharing, SharedMemory
 from rrfp.errors import TransportClosedError
 from rrfp.log import get_logger
 
@@ -380,7 +380,7 @@ class SharesDeviceMemory(DeviceCopies):
         await self._run("send", peer, lambda kept: memory.close(is_open_elsewhere=is_open_elsewhere))
 
     async def write(
-        self, memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[Part], *, peer: int | None = None
+        self, memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[ByteRange], *, peer: int | None = None
     ) -> list[Tensor]:
         """Copy parts of tensors into shared memory.
 
@@ -399,7 +399,7 @@ class SharesDeviceMemory(DeviceCopies):
         self,
         memory: SharedMemory,
         specs: Sequence[Spec],
-        parts: Sequence[Part],
+        parts: Sequence[ByteRange],
         into: Sequence[Tensor] | None = None,
         *,
         peer: int | None = None,
@@ -421,7 +421,7 @@ class SharesDeviceMemory(DeviceCopies):
 
 
 def _written(
-    memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[Part], kept: list[object]
+    memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[ByteRange], kept: list[object]
 ) -> list[Tensor]:
     flat = [_bytes_of(dense(tensor)) for tensor in tensors]
     kept += (tensors, flat)
@@ -433,7 +433,7 @@ def _read(
     device: Device,
     memory: SharedMemory,
     specs: Sequence[Spec],
-    parts: Sequence[Part],
+    parts: Sequence[ByteRange],
     into: Sequence[Tensor] | None,
     kept: list[object],
 ) -> list[Tensor]:

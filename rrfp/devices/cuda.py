@@ -50,10 +50,10 @@ class CudaEvent(Event):
         self.event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
         self._index = index
         self._pool = pool
-        self._kept: Kept | None = None
+        self._kept: StreamMemory | None = None
         self._number = 0
 
-    def record(self, stream: torch.cuda.Stream, kept: Kept) -> None:
+    def record(self, stream: torch.cuda.Stream, kept: StreamMemory) -> None:
         """Mark the end of ``stream``, on whose work ``kept`` waits."""
         self._kept, self._number = kept, kept.mark()
         self.event.record(stream)
@@ -84,7 +84,7 @@ class CudaEvent(Event):
         self._pool.put(self)
 
 
-class Kept:
+class StreamMemory:
     """The memory that work on one stream may use, though the stream did not make it. Thread-safe.
 
     Why not torch's `record_stream`? It has the allocator record and query events when memory is freed and made. On a
@@ -133,7 +133,7 @@ class Kept:
             _note(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), stream)
 
 
-#: References to a storage of which `Kept.mark` knows: in the dictionary, as its local, as those of `_is_alone`.
+#: References to a storage of which `StreamMemory.mark` knows: in the dictionary, as its local, as those of `_is_alone`.
 _OWN_REFERENCES = 4
 
 
@@ -199,7 +199,7 @@ class CudaStream(Stream):
         self.stream = stream
         #: Whether events on it are recorded regularly, so that memory can wait for them.
         self.is_own = is_own
-        self.kept = Kept()
+        self.kept = StreamMemory()
         self._device = device
         self._strayed = False
 
@@ -334,7 +334,7 @@ class CudaDevice(Device):
         return error
 
 
-def _give_back(idle: list[torch.cuda.Stream], stream: torch.cuda.Stream, kept: Kept) -> None:
+def _give_back(idle: list[torch.cuda.Stream], stream: torch.cuda.Stream, kept: StreamMemory) -> None:
     """Nobody has a stream any more: it may serve others, behind what it still does."""
     kept.free(stream)
     idle.append(stream)

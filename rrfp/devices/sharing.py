@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes ``start`` to ``stop`` of a tensor, at a ``place`` of shared memory."""
 
     tensor: int

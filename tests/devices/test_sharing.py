@@ -21,7 +21,7 @@ from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices import cuda_sharing
 from rrfp.devices.copies import SharesDeviceMemory, copies_of
 from rrfp.devices.cuda_sharing import CudaSharing
-from rrfp.devices.sharing import Part
+from rrfp.devices.sharing import ByteRange
 from rrfp.errors import FrameError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same
@@ -56,7 +56,7 @@ async def test_what_one_device_writes_another_one_reads() -> None:
     ]
     specs = [TensorSpec(tensor.dtype, tuple(tensor.shape), False) for tensor in tensors]
     sizes = [spec.num_bytes for spec in specs]
-    whole = [Part(index, 0, size, 512 * index) for index, size in enumerate(sizes) if size]
+    whole = [ByteRange(index, 0, size, 512 * index) for index, size in enumerate(sizes) if size]
     async with two() as (devices, (source, target)):
         memory = await source.share(512 * len(tensors))
         assert target.check_shared(memory.fields) == memory.num_bytes == 512 * len(tensors)
@@ -156,7 +156,7 @@ async def writing_process() -> AsyncIterator[tuple[Any, dict[str, Any]]]:
 
 async def test_what_was_opened_survives_the_death_of_its_owner_and_the_rest_cannot_be_opened() -> None:
     want = torch.arange(1000.0)
-    spec, part = TensorSpec(want.dtype, (1000,), False), Part(0, 0, 4000, 0)
+    spec, part = TensorSpec(want.dtype, (1000,), False), ByteRange(0, 0, 4000, 0)
     async with two() as (_, (_, target)), writing_process() as (process, fields):
         opened = await target.open_shared(fields)
         os.kill(process.pid, signal.SIGKILL)

@@ -58,7 +58,7 @@ class SilentJobError(RrfpError):
     """Processes of the job listen, and none answers."""
 
 
-class Job:
+class RunningJob:
     """One job, by the sockets of its processes on this host: where one is silent or has ended, it asks the next."""
 
     def __init__(self, files: Iterable[SocketFile]) -> None:
@@ -104,7 +104,7 @@ class Job:
         raise SilentJobError(f"no process of the job on this host answers: the event loops of {pids} do not run")
 
 
-def find_job(wanted: str | None) -> Job:
+def find_job(wanted: str | None) -> RunningJob:
     """The job of this user on this host that has the process id, or the socket, ``wanted``; None: the only one."""
     if wanted is not None and not wanted.isdecimal():
         return _at(Path(wanted))
@@ -118,7 +118,7 @@ def find_job(wanted: str | None) -> Job:
     by_job = defaultdict(list)
     for file in files:
         by_job[file.job].append(file)
-    jobs = [job for job in map(Job, by_job.values()) if job.is_alive()]
+    jobs = [job for job in map(RunningJob, by_job.values()) if job.is_alive()]
     if not jobs:
         raise RrfpError(f"no job of this user can be looked at: none has a socket in {folder}")
     chosen = jobs if wanted is None else [job for job in jobs if int(wanted) in job.pids]
@@ -132,11 +132,11 @@ def find_job(wanted: str | None) -> Job:
     raise ConfigError(f"{len(chosen)} pipelines run in one process, choose one by its socket: {paths}")
 
 
-def _at(path: Path) -> Job:
+def _at(path: Path) -> RunningJob:
     file = SocketFile.read(path.absolute())
     if file is None or not path.is_socket():
         raise ConfigError(f"job is {str(path)!r}, must be the id of a process or the path of its status socket")
-    job = Job([file])
+    job = RunningJob([file])
     if not job.is_alive():
         raise RrfpError(f"{path}: its process has ended")
     return job

@@ -20,7 +20,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from rrfp.devices.copies import SharesDeviceMemory
-from rrfp.devices.sharing import Part, SharedMemory
+from rrfp.devices.sharing import ByteRange, SharedMemory
 from rrfp.errors import FrameError, RrfpError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.base import Channel, Plain
@@ -53,9 +53,9 @@ class Slots:
     other_room: int
 
 
-def cut(sizes: Sequence[int], room: int) -> Iterator[list[Part]]:
+def cut(sizes: Sequence[int], room: int) -> Iterator[list[ByteRange]]:
     """Tensors of these ``sizes`` in pieces of a slot each; both ends cut alike."""
-    piece: list[Part] = []
+    piece: list[ByteRange] = []
     place = 0
     for index, size in enumerate(sizes):
         start = 0
@@ -64,14 +64,14 @@ def cut(sizes: Sequence[int], room: int) -> Iterator[list[Part]]:
                 yield piece
                 piece, place = [], 0
             stop = min(size, start + room - place)
-            piece.append(Part(index, start, stop, place))
+            piece.append(ByteRange(index, start, stop, place))
             place += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
             start = stop
     if piece:
         yield piece
 
 
-def _in_slot(parts: Sequence[Part], slot: int, room: int) -> list[Part]:
+def _in_slot(parts: Sequence[ByteRange], slot: int, room: int) -> list[ByteRange]:
     return [part._replace(place=slot * room + part.place) for part in parts]
 
 
@@ -110,13 +110,15 @@ class SlotChannel:
         slot, flat = (None, list(tensors)) if parts is None else await self._fill(tensors, parts)
         return SlotTransfer(slot, partial(self._send_rest, flat, pieces))
 
-    async def _send_rest(self, flat: list[Tensor], pieces: Iterator[list[Part]], number: int, channel: Channel) -> None:
+    async def _send_rest(
+        self, flat: list[Tensor], pieces: Iterator[list[ByteRange]], number: int, channel: Channel
+    ) -> None:
         for parts in pieces:
             slot, _ = await self._fill(flat, parts)
             # In the message's own channel, so that it comes behind the announcement.
             await self._link.base.send(self._peer, entry_of({ENTRY: [number, slot]}, channel))
 
-    async def _fill(self, tensors: Sequence[Tensor], parts: Sequence[Part]) -> tuple[int, list[Tensor]]:
+    async def _fill(self, tensors: Sequence[Tensor], parts: Sequence[ByteRange]) -> tuple[int, list[Tensor]]:
         """Copy a piece into a free slot; also returns the tensors for the next piece."""
         slot = await self._free.get()
         if slot is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.devices.copies import SharesDeviceMemory
-from rrfp.devices.sharing import Part, SharedMemory
+from rrfp.devices.sharing import ByteRange, SharedMemory
 from rrfp.errors import FrameError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.auto import log_choice
@@ -43,7 +43,7 @@ from rrfp.transports.wire.tensor_bytes import as_bytes
 #: Bytes that are tried, which fit into any slot.
 TRIED_BYTES = MIN_SLOT_BYTES
 
-_SPEC, _PART = TensorSpec(torch.uint8, (TRIED_BYTES,), False), Part(0, 0, TRIED_BYTES, 0)
+_SPEC, _PART = TensorSpec(torch.uint8, (TRIED_BYTES,), False), ByteRange(0, 0, TRIED_BYTES, 0)
 
 
 @dataclass(slots=True)
