@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -214,6 +214,27 @@ class StepResults:
         return {m: {part: own[m] for part, own in self._outputs.items() if m in own} for m in microbatches}
 
 
+@dataclass(frozen=True)
+class StageEnvironment:
+    """The rank and the process of a stage."""
+
+    #: CUDA devices whose random generators tasks use, beside those that hold parameters or buffers.
+    devices: Collection[torch.device] = ()
+    #: Separates the gradients of parameters that several virtual stages of the process share.
+    shared: SharedGradients = field(default_factory=lambda: SharedGradients({}))
+    #: Ranks with other data join in collectives inside tasks, so every backward has to run. A loss of weight 0 is
+    #: never differentiated; its backward then enters at the outputs, with zeros.
+    grouped: bool = False
+    #: Losses may have such collectives too, so one of weight 0 is differentiated with the factor 0.
+    joined_losses: bool = False
+    #: The arguments of each virtual stage, where the model has parts; see `rrfp.Graph`.
+    feeds: Feeds = field(default_factory=Feeds)
+    #: Warns where forwards out of microbatch order write buffers.
+    carried: CarriedState = field(default_factory=CarriedState)
+    #: Warns where tasks draw, and the caller has seeded torch and not the pipeline.
+    seed_notice: SeedNotice | None = None
+
+
 class TorchStage(StageProgram):
     """Runs the modules of one rank.
 
@@ -240,15 +261,7 @@ class TorchStage(StageProgram):
             whole backward in B and nothing in W, ``"refuse"`` raises a StageError that names the module.
         in_order: (kind, virtual stage) pairs that run in microbatch order. If there are any, a task that writes state
             outside such an order (`StateWatches`), and a whole backward in an unordered B, raise a StageError.
-        devices: CUDA devices whose random generators tasks use, beside those that hold parameters or buffers.
-        shared: separates the gradients of parameters that several virtual stages of the process share.
-        grouped: whether ranks with other data join in collectives inside tasks, so that every backward has to run. A
-            loss of weight 0 is never differentiated; its backward then enters at the outputs, with zeros.
-        joined_losses: whether losses may have such collectives too, so that one of weight 0 is differentiated with the
-            factor 0.
-        feeds: what each virtual stage is called with, where the model has parts; see `rrfp.Graph`.
-        carried: warns where forwards out of microbatch order write buffers.
-        seed_notice: warns where tasks draw, and the caller has seeded torch and not the pipeline.
+        environment: the stage's rank and process; the default is that of a stage alone.
     """
 
     def __init__(
@@ -260,30 +273,21 @@ class TorchStage(StageProgram):
         seed: int | None = 0,
         unsplittable: Unsplittable = "whole",
         in_order: Collection[ForcedOrder] = (),
-        devices: Collection[torch.device] = (),
-        shared: SharedGradients | None = None,
-        grouped: bool = False,
-        joined_losses: bool = False,
-        feeds: Feeds | None = None,
-        carried: CarriedState | None = None,
-        seed_notice: SeedNotice | None = None,
+        environment: StageEnvironment | None = None,
     ) -> None:
+        environment = environment or StageEnvironment()
         check_placement(modules, graph)
         self._modules = dict(modules)
         #: By virtual stage, a module with all its parameters, buffers and submodules, those of the loss included.
         self._losses = losses_by_stage(loss_fn, graph)
         self._units = with_loss(modules, self._losses)
-        self._shared = SharedGradients({}) if shared is None else shared
+        self._shared = environment.shared
         self._graph = graph
         #: None: draw from torch's generators without forking.
         self._seed = seed
-        #: Whose random generators tasks use, beside those that hold parameters or buffers.
-        self._devices = frozenset(devices)
-        #: Ranks with other data join in collectives inside tasks, so every backward has to run. A loss of weight 0 is
-        #: never differentiated; its backward then enters at the outputs, with zeros.
-        self._grouped = grouped
-        #: Losses may have such collectives too, so one of weight 0 is differentiated with the factor 0.
-        self._joined_losses = joined_losses
+        self._devices = frozenset(environment.devices)
+        self._grouped = environment.grouped
+        self._joined_losses = environment.joined_losses
         self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
         forced = frozenset(in_order)
         # Ws that run in order fix the order of additions to `.grad`; a whole backward in B would add out of that order.
@@ -291,9 +295,9 @@ class TorchStage(StageProgram):
         self._split = {v: SplitBackward(unit, v, unsplittable) for v, unit in self._units.items() if graph.split[v]}
         self._state = StateWatches(self._units, forced)
         self._buffers = {v: BufferMemory(unit) for v, unit in self._units.items()}
-        self._carried = None if forced else carried or CarriedState()
-        self._seed_notice = seed_notice
-        self._feeds = Feeds() if feeds is None else feeds
+        self._carried = None if forced else environment.carried
+        self._seed_notice = environment.seed_notice
+        self._feeds = environment.feeds
         #: Whose inputs are the caller's alone: the first virtual stage, or parts by name.
         sources = [v for v in self._modules if not graph.predecessors[v]]
         self._sources = [self._feeds.parts[v] if self._feeds.parts else None for v in sources]

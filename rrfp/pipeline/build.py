@@ -27,7 +27,7 @@ from rrfp.compute.gradients.ties import ProcessTies, TiedGradients, Ties
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import SeedNotice, replica_seed
-from rrfp.compute.torch_stage import TorchStage
+from rrfp.compute.torch_stage import StageEnvironment, TorchStage
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
@@ -228,13 +228,15 @@ class RankBuilder:
             seed=replica_seed(seed_of(self._options), topology.summand),
             unsplittable=self._options.unsplittable,
             in_order=partition.in_order(partition.modules(part, topology.stage)),
-            devices=generator_devices(device),
-            shared=self._ties.shared,
-            grouped=topology.mesh.coordinates_replicas,
-            joined_losses=topology.summands > topology.replicas,
-            feeds=partition.feeds,
-            carried=self._carried,
-            seed_notice=SeedNotice() if has_notice else None,
+            environment=StageEnvironment(
+                devices=generator_devices(device),
+                shared=self._ties.shared,
+                grouped=topology.mesh.coordinates_replicas,
+                joined_losses=topology.summands > topology.replicas,
+                feeds=partition.feeds,
+                carried=self._carried,
+                seed_notice=SeedNotice() if has_notice else None,
+            ),
         )
 
     def _reducer(
