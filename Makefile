@@ -23,10 +23,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
+.PHONY: help setup demo test test-fast test-long long-site mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
 
 help:
-	@echo "make demo | test | test-fast | test-long | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -41,8 +41,16 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
 
 # The exhaustive and many-seed versions, all examples of the property tests and the mutation check: an hour and more.
-test-long: $(READY)
+test-long: $(READY) long-site
 	$(BIN)/python -m pytest -m "long or hypothesis" --hypothesis-profile=full -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
+
+# Trainers and trackers for the long tests, in a folder of their own. Without it their tests are skipped.
+LONG_SITE := out/long-site
+long-site: $(LONG_SITE)/.ready
+$(LONG_SITE)/.ready: requirements-long.lock | $(READY)
+	rm -rf $(LONG_SITE)
+	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) --no-deps --target $(LONG_SITE) -r requirements-long.lock
+	@touch $@
 
 # Do the tests notice when the code is wrong? See tests/mutation/check.py for ARGS.
 mutation: $(READY)

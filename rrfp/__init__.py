@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from rrfp.integrations.splitting.stages import merge_state_dict as merge_state_dict
     from rrfp.memory.admission import Limit as Limit
     from rrfp.model.declared import Graph as Graph
+    from rrfp.model.microbatches import Microbatches as Microbatches
+    from rrfp.model.microbatches import microbatches as microbatches
     from rrfp.model.tasks import Kind as Kind
     from rrfp.model.tasks import Mode as Mode
     from rrfp.model.tasks import StepId as StepId
@@ -57,6 +59,7 @@ _PUBLIC = {
     "rrfp.memory.admission": ("Limit",),
     "rrfp.core.hint": ("Hint", "View"),
     "rrfp.core.ready_set": ("ReadySet",),
+    "rrfp.model.microbatches": ("Microbatches", "microbatches"),
     "rrfp.model.tasks": ("Kind", "Mode", "StepId", "Task"),
     "rrfp.model.topology": ("Topology",),
     "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),

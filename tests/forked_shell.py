@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import fork_server
@@ -14,11 +15,12 @@ class ForkedShell:
 
     Args:
         packages: folders with packages that are installed beside.
+        variables: of the environment.
     """
 
-    def __init__(self, *packages: Path) -> None:
+    def __init__(self, *packages: Path, variables: Mapping[str, str] | None = None) -> None:
         paths = filter(None, [*map(str, packages), os.environ.get("PYTHONPATH", "")])
-        self._variables = {"PYTHONPATH": os.pathsep.join(paths)}
+        self._variables = {**(variables or {}), "PYTHONPATH": os.pathsep.join(paths)}
 
     def printed(self, command: str, cwd: Path, timeout_s: float = 100) -> str:
         """What a command that must succeed prints. It is one of python, rrfp and torchrun, on one machine."""

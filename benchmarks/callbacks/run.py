@@ -7,7 +7,8 @@ batches:
 
 - without: no callbacks; without again: the same once more, which shows how far the figures scatter;
 - empty: one callback that does nothing, so that the rest is the delivery of events;
-- all: those that are shipped. `Progress` draws for a terminal, `TensorBoard` takes part where it is installed.
+- all: those that are shipped. `Progress` draws for a terminal, `TensorBoard` and `Prometheus` take part where
+  they are installed.
 
 A turn is some steps, until the reports of the last one are here; the order changes from round to round. Of each thread
 the processor's own clock is read before and after. "more" is the median over the rounds of the difference from the
@@ -49,7 +50,7 @@ from benchmarks.shared.clocks import Reading
 from benchmarks.shared.figures import Aim, aims_table, table_of, us
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
-from rrfp.callbacks import Callback, Csv, JsonLines, Progress, TensorBoard
+from rrfp.callbacks import Callback, Csv, JsonLines, Progress, Prometheus, TensorBoard
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 from rrfp.pipeline.delivery import Delivery
@@ -196,6 +197,8 @@ def all_callbacks(folder: Path) -> list[Callback]:
     made: list[Callback] = [Progress(console=console), JsonLines(folder / "rows.jsonl"), Csv(folder / "rows.csv")]
     with suppress(ConfigError):
         made.append(TensorBoard(folder / "board"))
+    with suppress(ConfigError):
+        made.append(Prometheus(0))
     return made
 
 

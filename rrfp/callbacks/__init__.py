@@ -1,4 +1,4 @@
-"""Code that watches a run: `Callback` is the base class; `Progress`, `JsonLines`, `Csv` and `TensorBoard` are ready."""
+"""Code that watches a run: the base class `Callback`, and those that are ready, from `Progress` to `Prometheus`."""
 
 import warnings
 from typing import Any
@@ -7,6 +7,7 @@ from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
 from rrfp.callbacks.files import Csv, JsonLines, TensorBoard
 from rrfp.callbacks.progress import Progress
+from rrfp.callbacks.prometheus import Prometheus
 from rrfp.callbacks.step_metrics import metric_names, metrics
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Event",
     "JsonLines",
     "Progress",
+    "Prometheus",
     "RunAborted",
     "RunBegun",
     "RunEnded",

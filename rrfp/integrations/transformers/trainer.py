@@ -1,0 +1,150 @@
+"""`PipelineTrainer`: a `transformers.Trainer` whose model is a pipeline, in one process and under torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+import rrfp
+from rrfp.errors import ConfigError
+from rrfp.integrations.splitting.skeleton import forget_others, whole_state_dict
+from rrfp.integrations.splitting.stages import Split
+from rrfp.integrations.transformers.arguments import as_one_process, check, make_one_process
+
+
+class PipelineTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` over the stages of a model: all in this process, or under torchrun one on each rank.
+
+    It is entered: ``with PipelineTrainer(...) as trainer: trainer.train()``. A batch of the loader is a step of the
+    pipeline, so ``per_device_train_batch_size`` is that of all ranks together, which load the same batches.
+
+    Args:
+        model: a causal language model. Under torchrun it keeps this rank's weights; the others go to the meta device.
+        args: as of `transformers.Trainer`, but for those in `REFUSED`.
+        stages: ``rrfp.split(model, n)``, under torchrun for as many stages as ranks. Keep no other reference to them.
+        microbatches: into how many parts each batch is cut.
+        options: of `rrfp.Pipeline`, such as ``{"limit": "n"}``.
+        arguments: further ones of `transformers.Trainer`.
+
+    Raises:
+        ConfigError: for an argument that is refused or does not fit; names it.
+    """
+
+    _group: dist.ProcessGroup | None = None
+    _is_compared = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        stages: Split,
+        microbatches: int,
+        options: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        check(args, stages, microbatches, arguments)
+        self.microbatches = microbatches
+        self._chunks = [chunk for stage in stages for chunk in stage.chunks]
+        build: Callable[..., Any] = stages.local
+        if args.world_size > 1:
+            own = stages[args.process_index]
+            self._chunks, build = list(own.chunks), own.pipeline
+            self._group = dist.new_group(backend="gloo")
+            forget_others(model, own.chunks)
+        super().__init__(model, as_one_process(args), **arguments)
+        self.pipe = build(**(options or {})).blocking()
+
+    def __enter__(self) -> Self:
+        self.pipe.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.pipe.__exit__(*error)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.clip_grad_norm_ = lambda parameters, max_norm, *_: self.pipe.clip_grad_norm_(max_norm)
+        if self._group is not None:
+            make_one_process(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        for module in [*self._chunks, *([model] if self._group is None else [])]:
+            module.to(device)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self.optimizer.train()
+        batch = self._cut(inputs, training=True)
+        tokens, batches = sum(batch["weights"]), self.current_gradient_accumulation_steps
+        share = 1 / batches if num_items_in_batch is None else tokens / float(num_items_in_batch)
+        with self.accelerator.autocast():
+            result = self.pipe.step(**batch, grad_scale=share)
+        return torch.tensor(result.loss * share, device=self.args.device)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        batch = self._cut(inputs, training=False)
+        with self.accelerator.autocast():
+            result = self.pipe.evaluate(**batch, return_outputs=not prediction_loss_only)
+        loss = torch.tensor(result.loss, device=self.args.device)
+        if prediction_loss_only:
+            return loss, None, None
+        own = torch.cat([result.outputs[m].logits.cpu() for m in sorted(result.outputs)]) if result.outputs else None
+        (logits,) = (each.to(self.args.device) for each in self._from_all(own) if each is not None)
+        return loss, logits, batch["targets"]
+
+    def _cut(self, inputs: dict[str, Any], *, training: bool) -> dict[str, Any]:
+        """The arguments of a step of the pipeline, for a batch of the loader."""
+        for chunk in self._chunks:
+            chunk.train(training)
+        batch = dict(self._prepare_inputs(inputs))
+        if not isinstance(labels := batch.pop("labels", None), Tensor):
+            raise ConfigError("a batch has no tensor 'labels', must have one: see data_collator")
+        if not self._is_compared and any(each != labels.tolist() for each in self._from_all(labels.tolist())):
+            raise ConfigError("the dataset gives other samples on other ranks, must give the same on all")
+        self._is_compared = True
+        parts = labels.tensor_split(min(self.microbatches, len(labels)))
+        weights = [int((part[:, 1:] != -100).sum()) for part in parts]
+        return {"inputs": batch, "targets": labels, "weights": weights, "microbatches": len(parts)}
+
+    def _from_all(self, value: Any) -> list[Any]:
+        values = [value] * (1 if self._group is None else dist.get_world_size(self._group))
+        if self._group is not None:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict if self._group is None else whole_state_dict(self.model, self._group))
+        self._from_all(None)  # rank 0 has written
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # all ranks draw the same
+            super()._save_rng_state(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder, extra = f"{output_dir}/pipeline", self.lr_scheduler.state_dict()
+        rrfp.checkpoint.save(folder, self._chunks, self.optimizer.optimizer, pipe=self.pipe, extra=extra)
+
+    def _load_from_checkpoint(self, *_: Any) -> None:
+        """Nothing: `_load_optimizer_and_scheduler` loads the weights, too."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.lr_scheduler.load_state_dict(self._load(checkpoint, self.optimizer.optimizer))
+
+    def _load_best_model(self) -> None:
+        state = self.pipe.state_dict()
+        self._load(self.state.best_model_checkpoint)
+        self.pipe.load_state_dict(state)
+
+    def _load(self, output_dir: str, optimizer: Any = None) -> Any:
+        loaded = rrfp.checkpoint.load(f"{output_dir}/pipeline", self._chunks, optimizer, pipe=self.pipe)
+        if loaded is None:
+            raise ConfigError(f"checkpoint {output_dir} has no complete folder 'pipeline', must have one to be resumed")
+        return loaded.extra
