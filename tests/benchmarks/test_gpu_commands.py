@@ -37,7 +37,7 @@ def make(target: str, out: Path, *, arguments: str = "", timeout_s: float = 110.
     return (out / f"{target}.txt").read_text(), done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_make_gpu_test_writes_every_outcome_and_figure(tmp_path: Path) -> None:
     text, _ = make("gpu-test", tmp_path, arguments="-k '1f1b or doctor or spoilt and large'")

@@ -60,7 +60,7 @@ def test_each_aim_that_is_missed_is_named() -> None:
     assert {form for form, _ in AIMS} <= {*COMPARED}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_quick_run_covers_all_rows() -> None:
     [done] = run(SCRIPT, "--quick", "--json", "--jobs", "1", timeout_s=150)

@@ -51,7 +51,7 @@ def check_memory(settings: Settings, figures: dict[str, Figures], interleaved: s
         assert all(own <= bound for own, bound in zip(one.held, most, strict=True)), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_schedules_alternate_on_the_same_stages_and_do_the_same_work() -> None:
     settings = Settings(2, ("llm",), ("J3",), tuple(SCHEDULES), microbatches=4, rounds=1)
 

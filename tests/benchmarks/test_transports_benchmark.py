@@ -126,7 +126,7 @@ def test_tables_have_a_cell_for_every_way_and_size_and_p99_where_there_are_sampl
         assert f"{kind}: 0 of 1500 rounds discarded as disturbed" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_smoke_run_measures_every_way_at_its_sizes() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "transports" / "run.py"), "--quick", "--json"]

@@ -25,7 +25,8 @@ def measure(stages: int, hint: str, limit: int) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("hint", ["f-priority", pytest.param("bfw", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("hint", ["f-priority", "bfw"])
 def test_the_count_is_within_15_percent_or_64_mib_of_what_the_process_grows_by(hint: str) -> None:
     told = measure(1, hint, 4)
     (counted,) = told["counted"]

@@ -24,11 +24,8 @@ TESTS = Path(__file__).parents[1]
 #: Of each kind a test that reads, writes and frees as much as others do.
 SOME = (
     "runtime/test_gradients.py::test_gradients_do_not_depend_on_the_limit_and_the_limit_is_kept[2]",
-    "runtime/test_chunk_gradients.py::test_an_evaluation_of_chunks_holds_no_more_than_the_limit_and_changes_no_gradient",
     "runtime/test_ties.py::test_what_was_summed_before_counts_once[objects-True]",
-    "runtime/test_ties.py::test_a_list_by_stage_and_copies_of_several_chunks_of_a_rank",
     "runtime/test_memory_ragged.py::test_a_microbatch_larger_than_the_limit_runs_alone",
-    "runtime/test_clipping.py",
     "runtime/test_failures.py::test_a_stage_that_raises_is_named_on_every_rank[F-2]",
     "runtime/test_failures.py::test_an_abort_waits_for_no_lane",
 )

@@ -105,6 +105,7 @@ def test_terms_that_are_garbage_or_gone_blame_no_rank(
         assert "another program wrote to the store" in end.text
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
 @pytest.mark.parametrize(
     ("keys", "value"),
