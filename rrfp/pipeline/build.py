@@ -234,7 +234,7 @@ class RankBuilder:
             loss_fn=partition.losses,
             seed=replica_seed(seed_of(self._options), topology.summand),
             unsplittable=self._options.unsplittable,
-            in_order=partition.in_order(partition.modules(part, topology.stage)),
+            in_order=partition.writes_in_order(partition.modules(part, topology.stage)),
             devices=generator_devices(device),
             shared=self._ties.shared,
             grouped=topology.mesh.coordinates_replicas,

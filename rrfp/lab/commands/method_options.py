@@ -28,7 +28,10 @@ PICTURE = "FILE.png|svg|pdf"
 
 #: The accepted forms of a hint, for help texts.
 HINT_FORMS = "a name that `rrfp hints` lists, module:attribute, or file.py:attribute"
-_HINT = f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid."
+_HINT = (
+    f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid, with "
+    "--order natural slot-aware."
+)
 _STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
 _LIMIT = (
     "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
@@ -36,6 +39,7 @@ _LIMIT = (
 )
 _LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default staircase."
+_ORDER = "natural: microbatches of one kind run as 0, 1, 2, ... on each virtual stage. Not with --strict; default free."
 _SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
 _SIZES = (
     "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times. Default: the "
@@ -85,6 +89,7 @@ LimitText = Annotated[
     option("limit", "[bytes:]K|1f1b|n|2n|SIZE", _LIMIT, METHOD, check=_of_hint("limit"), values=lambda: _LIMITS),
 ]
 Admission = Annotated[str | None, choice("admission", "staircase|paper", _ADMISSION, METHOD, _of_hint("admission"))]
+Order = Annotated[str | None, choice("order", "free|natural", _ORDER, METHOD, _of_hint("order"))]
 Sends = Annotated[str | None, choice("sends", "eager|blocking", _SENDS, METHOD, _of_strict("sends"))]
 CoordinationName = Annotated[
     str | None, choice("coordination", "leader|agreement", _COORDINATION, METHOD, _of_hint("coordination"))
@@ -104,6 +109,7 @@ class MethodCommand(Command):
         reasons = {
             "limit": "a strict schedule holds what its order holds",
             "admission": "a strict schedule holds what its order holds",
+            "order": "a strict schedule is the order of all tasks",
             "coordination": "a strict schedule is the same order on every rank",
             "sizes": "a strict schedule knows its order",
         }
@@ -121,10 +127,10 @@ class MethodCommand(Command):
 
 
 def methods_of(texts: Texts) -> list[SimulatedMethod]:
-    """Every hint with every limit, admission rule and coordination, then every strict schedule with all sends.
+    """Every hint with every limit, admission rule, order and coordination, then every strict schedule with all sends.
 
     Args:
-        texts: values of hint, strict, limit, admission, sends and coordination, each right by itself.
+        texts: values of hint, strict, limit, admission, order, sends and coordination, each right by itself.
     """
     from rrfp.hints.registry import named_or_loaded_hint
     from rrfp.lab.simulation import DEFAULT_LIMIT
@@ -138,9 +144,9 @@ def methods_of(texts: Texts) -> list[SimulatedMethod]:
     for name in [] if texts["hint"] is None else values("hint"):
         hint = named_or_loaded_hint(name)
         methods += [
-            SimulatedMethod(hint=hint, name=name, limit=limit, admission=rule, coordination=way)
-            for limit, rule, way in product(
-                values("limit", DEFAULT_LIMIT), values("admission", "staircase"), coordinations
+            SimulatedMethod(hint=hint, name=name, limit=limit, admission=rule, order=order, coordination=way)
+            for limit, rule, order, way in product(
+                values("limit", DEFAULT_LIMIT), values("admission", "staircase"), values("order", "free"), coordinations
             )
         ]
     for name in [] if texts["strict"] is None else values("strict"):
@@ -151,9 +157,10 @@ def methods_of(texts: Texts) -> list[SimulatedMethod]:
 
 def one_method(texts: Texts) -> SimulatedMethod:
     """The only method that the options name; with neither hint nor schedule the default hint."""
-    from rrfp.hints.registry import DEFAULT_HINT
+    from rrfp.hints.registry import default_hint
 
-    methods = methods_of(texts if texts["strict"] is not None else {**texts, "hint": texts["hint"] or DEFAULT_HINT})
+    hint = texts["hint"] or default_hint(texts["order"] or "free")
+    methods = methods_of(texts if texts["strict"] is not None else {**texts, "hint": hint})
     if len(methods) > 1:
         raise ConfigError(f"rrfp simulate runs one method, these are {len(methods)}: lists go with rrfp sweep")
     return methods[0]

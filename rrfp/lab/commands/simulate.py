@@ -62,6 +62,7 @@ def simulate(
     strict: options.Strict = None,
     limit: options.LimitText = None,
     admission: options.Admission = None,
+    order: options.Order = None,
     sends: options.Sends = None,
     coordination: options.CoordinationName = None,
     timeline: TimelineFile = None,
@@ -82,7 +83,7 @@ def simulate(
     from rrfp.lab.sweep.workloads import with_sizes
 
     texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission}
-    texts = {**texts, "sends": sends, "coordination": coordination}
+    texts = {**texts, "order": order, "sends": sends, "coordination": coordination}
     named = {"graph": graph, "stages": stages, "microbatches": microbatches, "images": images, "sounds": sounds}
     named = {**named, "skip": skip, "split": split, "latency": latency, "seed": seed}
     with Faults() as faults:

@@ -234,6 +234,7 @@ def sweep(
     strict: options.Strict = None,
     limit: options.LimitText = None,
     admission: options.Admission = None,
+    order: options.Order = None,
     sends: options.Sends = None,
     coordination: options.CoordinationName = None,
     jobs: Annotated[int | None, option("jobs", "P", _JOBS, OUTPUT, least=1)] = None,
@@ -253,7 +254,7 @@ def sweep(
     from rrfp.lab.sweep.workloads import PLANNED
 
     texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission, "sends": sends}
-    texts = {**texts, "coordination": coordination, "tp": tp, "sizes": sizes}
+    texts = {**texts, "order": order, "coordination": coordination, "tp": tp, "sizes": sizes}
     named: options.Texts = {"profile": profile, "stages": stages, "microbatches": microbatches, "chunks": chunks}
     named = {**named, "placement": placement, "split": split, "jitter": jitter, "latency": latency}
     named = {**named, "seed": seed, "seeds": seeds}

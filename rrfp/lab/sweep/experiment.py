@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from rrfp.core.ready_set import MicrobatchOrder
 from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.cluster.coordination import COORDINATIONS, CoordinationName
 from rrfp.lab.cluster.simulation import TensorParallelSimulation, simulate_tensor_parallel
 from rrfp.lab.limit_texts import SAME_BYTES, counts_bytes
-from rrfp.lab.simulation import DEFAULT_LIMIT, SENDS, Sends, Simulation, simulate
+from rrfp.lab.simulation import DEFAULT_LIMIT, ORDERS, SENDS, Sends, Simulation, simulate
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload
 from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.schedules.csv import CsvSchedule
@@ -42,6 +43,8 @@ class SimulatedMethod:
     limit: int | str = DEFAULT_LIMIT
     #: With a hint, how chunks share the limit's slots.
     admission: AdmissionRule = "staircase"
+    #: With a hint, the order of the microbatches of each kind on each virtual stage.
+    order: MicrobatchOrder = "free"
     #: Of a strict schedule, see `rrfp.lab.simulation.simulate`.
     sends: Sends = "eager"
     #: With a hint, how the ranks of a group agree on the same order; None: the default.
@@ -52,14 +55,14 @@ class SimulatedMethod:
     def __post_init__(self) -> None:
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
-        allowed = {"admission": ADMISSIONS, "sends": SENDS, "coordination": (None, *COORDINATIONS)}
+        allowed = {"admission": ADMISSIONS, "order": ORDERS, "sends": SENDS, "coordination": (None, *COORDINATIONS)}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name} is {value!r}, must be one of: {', '.join(filter(None, values))}")
         if self.strict is not None:
             create_strict(self.strict)
         elif self.hint is not None:
-            create_hint(self.hint)
+            check_order(self.hint, self.order)
             Limit.resolve(self.limit.removeprefix(SAME_BYTES) if isinstance(self.limit, str) else self.limit, 0, 1)
         if not self.name:
             chosen = self.hint if self.strict is None else self.strict
@@ -94,9 +97,8 @@ class SimulatedMethod:
             return simulate(costs, strict=self.strict, sends=self.sends)
         if self.admission == "paper" and self.counts_bytes and not str(self.limit).startswith(SAME_BYTES):
             raise ConfigError(f"admission is 'paper', which counts microbatches, and limit is {self.limit!r}: bytes")
-        return simulate(
-            costs, hint=self.hint, limit=self.limit, admission=self.admission, sends=self.sends, sizes=sizes
-        )
+        how: Mapping[str, Any] = {"limit": self.limit, "admission": self.admission, "order": self.order}
+        return simulate(costs, hint=self.hint, sends=self.sends, sizes=sizes, **how)
 
     def _simulate_groups(self, costs: CostTable, tp: int, how: Mapping[str, Any]) -> TensorParallelSimulation:
         if self.counts_bytes:
@@ -106,9 +108,8 @@ class SimulatedMethod:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {only} with tp")
         if self.hint is None:
             return simulate_tensor_parallel(costs, tp, strict=self.strict, **how)
-        return simulate_tensor_parallel(
-            costs, tp, hint=self.hint, limit=self.limit, coordination=self.coordination, **how
-        )
+        chosen: Mapping[str, Any] = {"limit": self.limit, "coordination": self.coordination, "order": self.order}
+        return simulate_tensor_parallel(costs, tp, hint=self.hint, **chosen, **how)
 
 
 @dataclass(frozen=True, slots=True)
