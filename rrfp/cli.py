@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 the simulated run dead
 module is imported for ``rrfp --help`` as well, so those modules import numpy, torch and the like when they run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, Any
@@ -29,7 +27,9 @@ FIRST, MY_JOB, WHAT_IF, EXTEND = "First look", "My job", "What if", "Extend"
 
 
 class Commands(CommandGroup):
-    """The commands. An `RrfpError` becomes a line on stderr, several independent ones a line each, and an exit code."""
+    """The commands; an `RrfpError` becomes a line and an exit code."""
+
+    # Several independent faults of a line become a line each.
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command line and exit."""

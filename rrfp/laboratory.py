@@ -1,7 +1,5 @@
 """The ways from the product into the laboratory, all by name: the laboratory is imported when one is used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -73,15 +71,15 @@ COMMAND_CLASSES: Mapping[str, str] = {
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }
 
-#: Lanes that `rrfp check lane` knows: each makes the lanes to check, by suffixes that tell them apart.
-LANES: Mapping[str, str] = {
-    "timer": "rrfp.lab.lane_makers:timer_lanes",
-    "double": "rrfp.lab.lane_makers:double_lanes",
+#: By entry point group and name: what the registry of that group takes for built in.
+PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "rrfp.transports": {"simulated": "rrfp.lab.simulated_transport:SimulatedTransport"},
+    "rrfp.lanes": {"timer": "rrfp.lab.lane_makers:timer_lanes", "double": "rrfp.lab.lane_makers:double_lanes"},
 }
 
 
 def public_name(module: str, name: str) -> Any:
-    """The public ``name`` of a module of the product; an AttributeError if it has none."""
+    """A module's public name that is made in the laboratory."""
     homes = PUBLIC[module]
     if name not in homes:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

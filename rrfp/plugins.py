@@ -4,8 +4,6 @@ The package's own names stand in the code alone. As entry points they would exis
 and an editable install would keep the modules of the day it was made.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
@@ -16,6 +14,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from rrfp.errors import ConfigError, misspelt
+from rrfp.laboratory import PLUGINS
 
 T = TypeVar("T")
 
@@ -24,13 +23,19 @@ class Registry(Generic[T]):
     """The plugins of one kind. They are imported when they are loaded.
 
     ``field`` is the option that takes a name, for errors; ``group`` the entry point group of plugins; ``built_in`` has
-    the package's own, ``module:attribute`` by name. A plugin cannot replace one.
+    the package's own, ``module:attribute`` by name; the laboratory's count among them. A plugin cannot replace one.
     """
 
     def __init__(self, field: str, group: str, built_in: Mapping[str, str]) -> None:
         self._field = field
-        self._group = group
-        self._built_in = {name: EntryPoint(name, value, group) for name, value in built_in.items()}
+        self.group = group
+        own = {**built_in, **PLUGINS.get(group, {})}
+        self._built_in = {name: EntryPoint(name, value, group) for name, value in own.items()}
+
+    @property
+    def built_in(self) -> tuple[str, ...]:
+        """The package's own names."""
+        return tuple(self._built_in)
 
     def names(self) -> tuple[str, ...]:
         """All names: the built-in ones, then those of plugins, sorted."""
@@ -62,24 +67,24 @@ class Registry(Generic[T]):
         return f"plugin {'?' if dist is None else dist.name}"
 
     def _points(self) -> dict[str, EntryPoint]:
-        declared = {point.name: point for point in entry_points(group=self._group)}
+        declared = {point.name: point for point in entry_points(group=self.group)}
         return {**self._built_in, **{name: declared[name] for name in sorted(declared) if name not in self._built_in}}
 
 
 def where_defined(cls: type) -> str:
-    """The name of a class, and the file of its module where it has one."""
+    """The name of a class, with its module's file if any."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return cls.__name__ if file is None else f"{cls.__name__} ({file})"
 
 
 def name_of(plugged_in: object) -> str:
-    """The full name of a class or function; of any other object, of its class."""
+    """The full name of a class or function, or of its class."""
     named = plugged_in if hasattr(plugged_in, "__qualname__") else type(plugged_in)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def named_or_loaded(field: str, text: str) -> Any:
-    """``text`` itself where it is a name; with a colon, the object that it names."""
+    """``text`` itself where it is a name, else what it leads to."""
     home, colon, attribute = text.rpartition(":")
     if not colon and text.endswith(".py"):
         raise ConfigError(f"{field} is {text!r}, must be a name, module:attribute or file.py:attribute")

@@ -9,7 +9,7 @@ from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId, Task

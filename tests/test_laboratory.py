@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, LANES, PUBLIC, load
+from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, PLUGINS, PUBLIC, load
 
 #: Loaded by nothing that a training job does with default options.
-APART = ("lab", "engine")
+APART = ("lab", "engine", "costs")
 
 JOB = """
 import sys, torch, rrfp
@@ -26,7 +26,7 @@ with rrfp.local([nn.Linear(4, 4), nn.Linear(4, 4)], loss_fn=nn.functional.mse_lo
 
 
 @pytest.mark.parametrize("program", ["import sys, rrfp", JOB], ids=["import", "job"])
-def test_the_product_loads_neither_laboratory_nor_engine(program: str) -> None:
+def test_the_product_loads_neither_laboratory_nor_engine_nor_costs(program: str) -> None:
     found = f"print(*(name for name in sys.modules if name.split('.')[:2] in {[['rrfp', room] for room in APART]}))"
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\n{found}"], check=True, capture_output=True, text=True, timeout=50
@@ -54,6 +54,9 @@ def test_public_names_of_the_laboratory_load_and_type_checkers_see_the_same_name
         _ = loaded.nothing
 
 
-@pytest.mark.parametrize("target", [*COMMANDS.values(), *COMMAND_CLASSES.values(), *LANES.values()])
-def test_commands_and_lanes_of_the_laboratory_load(target: str) -> None:
+NAMED = (COMMANDS, COMMAND_CLASSES, *PLUGINS.values())
+
+
+@pytest.mark.parametrize("target", [home for homes in NAMED for home in homes.values()])
+def test_commands_and_plugins_of_the_laboratory_load(target: str) -> None:
     assert callable(load(target))

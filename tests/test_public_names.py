@@ -15,13 +15,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from rrfp import callbacks, local
+from rrfp.callbacks import RunAborted
 from rrfp.cli import app
 from rrfp.costs import from_json
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import HINTS
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.pipeline.options import option_table
+from rrfp.schedules.registry import schedule_names
+from rrfp.testing.lanes import LANES
+from rrfp.transports.registry import TRANSPORTS
 
 
 @pytest.mark.parametrize("package", ["rrfp", "rrfp.transports"])
@@ -55,50 +63,83 @@ def test_packages_are_attributes_of_rrfp_without_an_import_of_their_own() -> Non
     subprocess.run([sys.executable, "-c", line], check=True, timeout=50)
 
 
+def test_a_renamed_name_still_works_and_names_the_new_one() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"rrfp\.callbacks\.Aborted is now rrfp\.callbacks\.RunAborted"
+    ) as caught:
+        from rrfp.callbacks import Aborted
+    assert Aborted is RunAborted
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = callbacks.nothing
+
+
 #: Every name that programs, plugins and files of users rely on. `python tests/test_public_names.py` writes it anew.
 COMMITTED = Path(__file__).parent / "public_names.txt"
 
-PACKAGES = ("rrfp", "rrfp.callbacks", "rrfp.checkpoint", "rrfp.costs", "rrfp.hints", "rrfp.transports")
-
-TESTING = ("clock", "faults", "hint_checks", "lane_checks", "reference", "transport_checks")
-
-#: Classes whose methods and attributes plugins and callers use, or implement.
-CONTRACTS = (
-    "rrfp.Pipeline",
-    "rrfp.StepResult",
-    "rrfp.Graph",
-    "rrfp.Hint",
-    "rrfp.View",
-    "rrfp.ReadySet",
-    "rrfp.Lane",
-    "rrfp.StageProgram",
-    "rrfp.Transport",
-    "rrfp.callbacks.Callback",
+PACKAGES = (
+    *("rrfp", "rrfp.callbacks", "rrfp.checkpoint", "rrfp.costs", "rrfp.hints", "rrfp.transports"),
+    *(
+        f"rrfp.testing.{name}"
+        for name in ("clock", "faults", "hint_checks", "lane_checks", "reference", "transport_checks")
+    ),
 )
+
+#: Classes whose methods and attributes plugins and callers use, or implement: by module of their names.
+CONTRACTS = {
+    "rrfp": (
+        *("Batch", "Graph", "Hint", "Lane", "Pipeline", "ReadySet", "StageProgram", "StepResult", "Transport", "View"),
+    ),
+    "rrfp.callbacks": ("Callback",),
+    "rrfp.devices.base": ("Device",),
+    "rrfp.testing.lane_checks": ("Subject",),
+    "rrfp.testing.transport_checks": ("Pair", "PairOptions"),
+    "rrfp.transports": (
+        *("DeliversMessages", "DeviceCopies", "LendsMemory", "Loan", "Rendezvous", "SendsAtOnce", "SharesDeviceMemory"),
+        "TransportContext",
+    ),
+}
+
+#: Names by which plugins are chosen, and the entry point groups of further ones.
+REGISTRIES = (HINTS, TRANSPORTS, LANES)
 
 
 def public_names() -> list[str]:
     """The public face of the package, as sorted lines."""
-    return sorted({*_of_packages(), *_of_contracts(), *_of_testing(), *_of_options(), *_of_commands(), *_of_files()})
+    parts = (_of_packages(), _of_contracts(), _of_registries(), _of_options(), _of_commands(), _of_files())
+    return sorted({line for part in parts for line in part})
 
 
 def _of_packages() -> Iterator[str]:
+    """The names, and the fields of records."""
     for package in PACKAGES:
-        yield from (f"{package}.{name}" for name in import_module(package).__all__)
+        module = import_module(package)
+        yield from (f"{package}.{name}, deprecated" for name in getattr(module, "_RENAMED", ()))
+        for name in module.__all__:
+            yield f"{package}.{name}"
+            fields = getattr(
+                getattr(module, name), "__dataclass_fields__", getattr(getattr(module, name), "_fields", ())
+            )
+            yield from (f"{package}.{name}.{field}" for field in fields if not field.startswith("_"))
 
 
 def _of_contracts() -> Iterator[str]:
-    for contract in CONTRACTS:
-        package, _, name = contract.rpartition(".")
-        members = dir(getattr(import_module(package), name))
-        yield from (f"{contract}.{member}" for member in members if not member.startswith("_"))
+    for home, names in CONTRACTS.items():
+        for name in names:
+            contract = getattr(import_module(home), name)
+            # A field without a default is an annotation alone.
+            members = {
+                *dir(contract),
+                *(each for cls in contract.__mro__ for each in getattr(cls, "__annotations__", ())),
+            }
+            yield from (f"{home}.{name}.{member}" for member in members if not member.startswith("_"))
 
 
-def _of_testing() -> Iterator[str]:
-    for module in TESTING:
-        home = f"rrfp.testing.{module}"
-        yield from (f"{home}.{name}" for name in dir(import_module(home)) if name.startswith("run_"))
-    yield "rrfp.testing.reference.reference"
+def _of_registries() -> Iterator[str]:
+    for registry in REGISTRIES:
+        yield f"entry points {registry.group}"
+        yield from (f"{registry.group} {name}" for name in registry.built_in)
+    yield from (f"schedule {name}" for name in schedule_names())
 
 
 def _of_options() -> Iterator[str]:
@@ -122,28 +163,45 @@ def _of_files() -> Iterator[str]:
     for unknown in ({"other": 1}, {"other": 1, "virtual_stages": []}):  # of a chain and of a graph
         with pytest.raises(ConfigError) as caught:
             from_json(json.dumps(unknown))
-        known = re.search(r"field 'other' is unknown, must be one of ([^;]*)", str(caught.value))
+        known = re.search(r"field 'other' is unknown, must be one of ([^;\n]*)", str(caught.value))
         assert known is not None
         yield from (f"cost file {field}" for field in known[1].split(", "))
+    for document in _traces():
+        yield from (f"trace file {name}" for name in document)
+        yield from (f"trace file otherData {name}" for name in _keys(document.get("otherData", {})))
+        for event in document["traceEvents"]:
+            kind, arguments = f"trace file {event['ph']} {event.get('cat', '')}", event.get("args", {})
+            yield from (f"{kind} {name}" for name in arguments)
+            yield from (f"{kind} peaks {name}" for peaks in arguments.get("peaks", {}).values() for name in peaks)
+
+
+def _keys(value: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of nested objects, with those above each."""
+    if isinstance(value, list):
+        yield from (key for entry in value for key in _keys(entry, prefix))
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"{prefix}{key}"
+            yield from _keys(inner, f"{prefix}{key} ")
+
+
+def _traces() -> Iterator[dict[str, Any]]:
+    """A simulated step, and a real one over the device double."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        arguments = [
-            "simulate",
-            "--profile",
-            "multimodal",
-            "--save-costs",
-            f"{folder}/costs.json",
-            "--trace",
-            str(path),
-        ]
-        result = CliRunner().invoke(app, [*arguments, "--hint", "bf"])
+        simulate = ("simulate", "--profile", "multimodal", "--hint", "bf", "--trace", str(path))
+        result = CliRunner().invoke(app, simulate)
         assert result.exit_code == 0, result.output
-        document = json.loads(path.read_text(encoding="utf-8"))
-    yield from (f"trace file {name}" for name in document)
-    yield from (f"trace file otherData {name}" for name in document.get("otherData", {}))
-    for event in document["traceEvents"]:
-        kind = f"trace file {event['ph']} {event.get('cat', '')}"
-        yield from (f"{kind} {name}" for name in event.get("args", {}))
+        yield json.loads(path.read_text(encoding="utf-8"))
+        device, batch = DoubleDevice(0.0), [torch.ones(1, 1)] * 2
+        loss_fn = torch.nn.functional.mse_loss
+        try:
+            with local([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], loss_fn=loss_fn, device=device) as pipe:
+                pipe.step(batch, batch, sizes=[1, 1])
+                pipe.save_trace(str(path))
+        finally:
+            device.close()
+        yield json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_the_public_face_is_the_committed_one() -> None:

@@ -20,15 +20,15 @@ from benchmarks.shared.loops import submit
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.core import events as ev
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.lab.emulated import sleep_until
 from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.build import Job, RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.options import OptionArguments, complete
-from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.registry import TransportSpec

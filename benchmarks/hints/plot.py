@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.hints.figures import Figure, Figures
 from benchmarks.hints.runs import ALIASES, LIMITS, STRICT, Row
-from rrfp.lab.traces.looks import DARK, MUTED, TEXT_SIZE, TITLE_SIZE
-from rrfp.lab.traces.picture_file import save_picture
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import DARK, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -40,7 +40,7 @@ from benchmarks.shared.options import parsed, parser_of
 from rrfp.costs import JITTER_LEVELS, PROFILES
 from rrfp.errors import ConfigError
 from rrfp.lab.sweep.pool import usable_cores
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import require_matplotlib
 
 #: Two of all, for time; `benchmarks/profiles/run.py` compares the default hint on all.
 DEFAULT_PROFILES = ("llm", "mllm")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.tables import Table
-from rrfp.lab.traces.picture_file import save_picture
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import require_matplotlib, save_picture
 
 #: Paper, over blocking, over eager, at equal memory: distinct in grey and for colour-blind eyes.
 _COLOURS = ("#1b1f24", "#2f6db5", "#f5b041", "#4fa58c")

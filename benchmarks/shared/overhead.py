@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.shared.steps import Step
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
-from rrfp.hints.schedule import Strict
+from rrfp.hints.registry import Strict
 from rrfp.memory.admission import Limit
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind

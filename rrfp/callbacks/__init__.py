@@ -1,21 +1,21 @@
 """Code that watches a run: `Callback` is the base class; `Progress`, `JsonLines`, `Csv` and `TensorBoard` are ready."""
 
-from __future__ import annotations
+import warnings
+from typing import Any
 
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
-from rrfp.callbacks.metrics import metric_names, metrics
+from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.files import Csv, JsonLines, TensorBoard
 from rrfp.callbacks.progress import Progress
-from rrfp.callbacks.rows import Csv, JsonLines
-from rrfp.callbacks.tensorboard import TensorBoard
+from rrfp.callbacks.step_metrics import metric_names, metrics
 
 __all__ = [
-    "Aborted",
     "Callback",
     "Csv",
     "Event",
     "JsonLines",
     "Progress",
+    "RunAborted",
     "RunBegun",
     "RunEnded",
     "StageFigures",
@@ -26,3 +26,13 @@ __all__ = [
     "metric_names",
     "metrics",
 ]
+
+#: Names of before, which still work, and those of now.
+_RENAMED = {"Aborted": "RunAborted"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"rrfp.callbacks.{name} is now rrfp.callbacks.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -1,8 +1,6 @@
 """`Callback`, the base class of code that watches a run."""
 
-from __future__ import annotations
-
-from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, Stall, StepBegun, StepEnded
+from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, Stall, StepBegun, StepEnded
 from rrfp.model.topology import Topology
 
 
@@ -72,7 +70,7 @@ class Callback:
             event: names the rank that is waited for.
         """
 
-    def aborted(self, event: Aborted) -> None:
+    def aborted(self, event: RunAborted) -> None:
         """The pipeline failed.
 
         Args:

@@ -1,7 +1,5 @@
 """What callbacks receive: one small record for each event of a run. Times are in seconds, sizes in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rrfp.core.usage import Peaks
@@ -101,7 +99,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank has waited in vain, or its event loop has not run, for ``stall_after`` seconds; the run may recover.
+    """A rank has made no progress, or its event loop has not run, for ``stall_after`` seconds; the run may recover.
 
     Attributes:
         time: when this rank noticed it, in seconds since 1970.
@@ -115,7 +113,7 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class RunAborted:
     """The pipeline is aborted on all ranks. Only `RunEnded` follows.
 
     Attributes:
@@ -144,5 +142,5 @@ class RunEnded:
     dropped: int
 
 
-Event = RunBegun | StepBegun | StepEnded | Stall | Aborted | RunEnded
+Event = RunBegun | StepBegun | StepEnded | Stall | RunAborted | RunEnded
 """Any of them."""

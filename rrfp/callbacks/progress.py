@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Aborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
-from rrfp.callbacks.metrics import Tokens, checked_tokens, metrics
-from rrfp.errors import ConfigError
+from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
+from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
+from rrfp.plain import or_none, whole
 from rrfp.tables import Column, fitted
 from rrfp.trace.breakdown import Breakdown
 
@@ -56,9 +56,7 @@ class Progress(Callback):
     """
 
     def __init__(self, steps: int | None = None, *, tokens: Tokens = None, console: Console | None = None) -> None:
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None")
-        self._steps = steps
+        self._steps: int | None = or_none(whole, "steps", steps, 1)
         self._tokens = checked_tokens(tokens)
         self._console = console
         self._live: Live | None = None
@@ -101,7 +99,7 @@ class Progress(Callback):
         self._note = f"stall: {event.text.partition(chr(10))[0]}"
         self._show()
 
-    def aborted(self, event: Aborted) -> None:
+    def aborted(self, event: RunAborted) -> None:
         """See `Callback`."""
         self._note = f"aborted by {str(event.origin).partition(chr(10))[0]}"
         self._show()
@@ -114,7 +112,8 @@ class Progress(Callback):
             self._live = None
 
     def _show(self) -> None:
-        """Draw everything, and leave the cursor on a line of its own: other processes print to the terminal as well."""
+        """Draw everything, the cursor on a line of its own."""
+        # Other processes print to the terminal as well.
         if self._live is not None:
             from rich.console import Group
 
@@ -159,7 +158,7 @@ class Progress(Callback):
 
 
 def _tables(stages: tuple[StageFigures, ...], width: int) -> list[Table]:
-    """A row for each stage, as many columns beside each other as there is room for."""
+    """A row for each stage, as many columns as fit."""
     shown = stages[:_MOST_STAGES]
     names = [str(stage.stage) for stage in shown]
     columns = [

@@ -22,6 +22,7 @@ from rrfp.commands.output import Json, first_line, print_json
 from rrfp.errors import ConfigError, misspelt
 from rrfp.laboratory import COMMANDS, load
 from rrfp.testing.checks import NotOfferedError, SkippedError
+from rrfp.testing.lanes import LANES, lanes_named
 
 _Contract = TypeVar("_Contract", bound=Callable[..., object])
 
@@ -116,7 +117,7 @@ def transport(
 
 @check.command(cls=Command)
 def lane(
-    name: Annotated[str, _name(known_lanes, kinds="thread, timer, double, cuda; or the option lane=")],
+    name: Annotated[str, _name(known_lanes, kinds=f"{', '.join(LANES.built_in)}; or the option lane=")],
     only: Only = None,
     first: First = False,
     json: Json = False,
@@ -126,7 +127,6 @@ def lane(
 
     from rrfp.plugins import named_or_loaded
     from rrfp.testing.lane_checks import ALL_CHECKS, Check, MakeLane, made_by
-    from rrfp.testing.lane_checks.makers import lanes_named
 
     contracts = _chosen(ALL_CHECKS, only)
     spec = named_or_loaded("lane", name)
@@ -145,7 +145,7 @@ def lane(
 
 
 def _chosen(contracts: Sequence[_Contract], only: Sequence[str] | None) -> Sequence[_Contract]:
-    """Those that are named, in the order of the suite; all by default. A ConfigError lists the names."""
+    """The named checks in the suite's order; all by default."""
     by_name = {_name_of(contract): contract for contract in contracts}
     if unknown := [name for name in only or () if name not in by_name]:
         wrong = ", ".join(misspelt(name, by_name) for name in unknown)
@@ -158,7 +158,7 @@ def _name_of(contract: Callable[..., object]) -> str:
 
 
 def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outcome | None:
-    """None where the check is about an option that the plugin does not offer."""
+    """None where the check is about an option not offered."""
     name = _name_of(contract)
     try:
         with warnings.catch_warnings():
@@ -176,7 +176,7 @@ def _outcome(contract: Callable[..., object], run: Callable[[], object]) -> Outc
 
 
 def _location(error: Exception) -> str:
-    """The last line of the plugin's own code in the traceback; empty where no code outside rrfp took part."""
+    """Where the plugin's own code raised; empty if it took no part."""
     ours = Path(rrfp.__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         parts = Path(frame.filename).parts
@@ -187,7 +187,7 @@ def _location(error: Exception) -> str:
 
 
 def _report(kind: str, name: str, outcomes: Iterable[Outcome | None], *, first: bool, json: bool) -> None:
-    """A line for each check as soon as it has run, until the ``first`` that fails if that is asked; then a summary."""
+    """A line for each check as it has run; then a summary."""
     done: list[Outcome] = []
     for outcome in filter(None, outcomes):
         done.append(outcome)

@@ -9,7 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rrfp.errors import ConfigError, Faults
+from rrfp.errors import ConfigError, Faults, nearest_to
+from rrfp.plain import whole
 
 # The base of typer's errors about arguments. Its module depends on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -19,7 +20,7 @@ _SIBLINGS = {"simulate": "sweep", "sweep": "simulate"}
 
 
 class Command(TyperCommand):
-    """A command whose error names all faults of the line that are independent of each other."""
+    """A command whose error names all independent faults of the line."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """All parameters; the help shows no value for those that take none."""
@@ -44,7 +45,7 @@ class Command(TyperCommand):
         return rest
 
     def _errors(self, context: Any, line: list[str]) -> Iterator[Exception]:
-        """Options that cannot be read, then wrong values, then options that do not go together."""
+        """Unreadable options, then wrong values, then wrong combinations."""
         unread: set[str] = set()
         while True:
             try:
@@ -88,7 +89,7 @@ class CommandGroup(TyperGroup):
 
 
 def _flags_without_value(parameters: list[Any]) -> list[Any]:
-    """The same parameters: some versions of typer show ``<bool>`` behind a flag, as if it took a value."""
+    """Some versions of typer show ``<bool>`` behind a flag."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
@@ -96,7 +97,7 @@ def _flags_without_value(parameters: list[Any]) -> list[Any]:
 
 
 def usage_text(error: Exception) -> str:
-    """A fault that typer found, the choices where a command is unknown, and the help option."""
+    """A fault that typer found, with choices and the help option."""
     context = getattr(error, "ctx", None)
     return _text(error) if context is None else f"{_text(error)} (see {context.command_path} --help)"
 
@@ -107,8 +108,9 @@ def _text(error: Exception) -> str:
     fault: Any = error
     message, _, suggestion = " ".join(fault.format_message().split()).partition(". Did you mean ")
     message = message.removesuffix(".")
-    if nearest := getattr(error, "possibilities", None):  # the most similar one first
-        message = f"{fault.message} (did you mean {nearest[0]}?)"
+    if possibilities := getattr(error, "possibilities", None):  # some of which are rather far
+        nearest = nearest_to(fault.option_name, possibilities)
+        message = fault.message + (f" (did you mean {nearest}?)" if nearest else "")
     context = getattr(error, "ctx", None)
     if context is None:
         return message
@@ -120,7 +122,7 @@ def _text(error: Exception) -> str:
 
 
 def _is_siblings(option: str | None, context: Any) -> bool:
-    """Whether an option that is unknown to a command is one of its sibling's."""
+    """Whether an option unknown to a command is its sibling's."""
     if option is None or context.command.name not in _SIBLINGS:
         return False
     sibling = context.parent.command.commands[_SIBLINGS[context.command.name]]
@@ -128,7 +130,7 @@ def _is_siblings(option: str | None, context: Any) -> bool:
 
 
 def _without(line: list[str], name: str) -> list[str] | None:
-    """The line without the option ``name``, and without a negative number behind it; None where it is not found."""
+    """The line without an option and a negative number behind it."""
     for index, text in enumerate(line):
         if name and text.partition("=")[0] == name:
             behind = "" if "=" in text else "".join(line[index + 1 : index + 2])
@@ -143,22 +145,14 @@ def option(
     panel: str | None = None,
     *,
     least: int | None = None,
+    # Raises a `ConfigError` for a value that is wrong by itself.
     check: Callable[[str], object] | None = None,
+    # Known values, for completion.
     values: Callable[[], Iterable[str]] | None = None,
+    # Whether commas separate several values, each of which is checked.
     is_list: bool = True,
 ) -> Any:
-    """An option ``--name METAVAR``.
-
-    Args:
-        name: without dashes.
-        metavar: of its value.
-        help: one sentence.
-        panel: of the help.
-        least: of a number.
-        check: raises a `ConfigError` for a value that is wrong by itself.
-        values: known values, for completion.
-        is_list: whether commas separate several values, each of which is checked.
-    """
+    """An option ``--name METAVAR``."""
     return typer.Option(
         f"--{name}",
         metavar=metavar,
@@ -183,16 +177,11 @@ def _checked(name: str, check: Callable[[str], object], *, is_list: bool) -> Cal
 
 
 def at_least(name: str, least: int | None) -> Callable[[int | None], int | None] | None:
-    """Refuses a number of the option ``name`` below ``least``; None where any number will do."""
+    """Refuses numbers below ``least``; None where any will do."""
     if least is None:
         return None
 
-    def callback(value: int | None) -> int | None:
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} is {value}, must be at least {least}")
-        return value
-
-    return callback
+    return lambda value: None if value is None else whole(f"--{name}", value, least)
 
 
 def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -20,7 +20,7 @@ from rrfp.commands.output import Json, print_json
 from rrfp.version import __version__
 
 if TYPE_CHECKING:
-    from rrfp.compute.devices.base import Device
+    from rrfp.devices.base import Device
 
 
 #: Long enough for the driver's version (NVML's own limit).
@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The CUDA devices and the software that drives them. A version is None where that part is absent."""
+    """CUDA devices and the software that drives them, as far as present."""
 
     #: Torch's version.
     torch: str
@@ -71,7 +71,7 @@ class GpuReport:
         return f"no CUDA device: torch {self.torch} is built for CUDA {self.torch_cuda}, {driver}{variable}"
 
     def lines(self) -> dict[str, str]:
-        """For each device a line by its name; before them one of the versions."""
+        """A line of versions, and one for each device."""
         count = len(self.gpus)
         lines = {
             "cuda": f"{count} device{'s' * (count > 1)}; torch is built for CUDA {self.torch_cuda}, "
@@ -95,7 +95,7 @@ class GpuReport:
 
 
 def gpu_report() -> GpuReport:
-    """Look at the devices of this machine; asking for free memory makes a CUDA context on each."""
+    """Look at the devices; free memory makes a context on each."""
     import torch
 
     driver, driver_cuda = _driver_versions()
@@ -118,7 +118,7 @@ def gpu_report() -> GpuReport:
 
 
 def choices() -> Mapping[str, str]:
-    """For each kind of device, the lane and the transports that a module on it gets by default."""
+    """The default lane and transports of each kind of device."""
     import torch
 
     from rrfp.compute.lanes.stream import StreamLane
@@ -134,7 +134,7 @@ def choices() -> Mapping[str, str]:
         way = (
             f"{staging}, since {obstacle}"
             if obstacle
-            else f"pulled within this host (cuda_ipc) where a trial at the start works, else {staging}"
+            else f"by shared device memory within this host (cuda_ipc) where a trial at the start works, else {staging}"
         )
         lines["on cuda"] = f"StreamLane, depth {StreamLane(device).depth}; {transports}; tensors {way}"
     return lines
@@ -142,18 +142,35 @@ def choices() -> Mapping[str, str]:
 
 def sharing_obstacle(device: Device) -> str:
     """Why no other process can open memory of ``device``; empty if this one can share it."""
-    import torch
-
     if device.sharing is None:
         return "its memory cannot be shared between processes"
     try:
-        with (stream := device.stream()).issuing():
-            shared = device.sharing.share(device.empty(torch.empty(1 << 10, dtype=torch.uint8, device="meta")))
-        stream.record().synchronize()
-        del shared
+        with device.stream().issuing():
+            device.sharing.allocate(_TRIED_BYTES).close(is_open_elsewhere=False)
     except Exception as error:  # a device may raise anything
         return " ".join(f"its memory cannot be shared ({type(error).__name__}: {error}".split())[:200] + ")"
     return ""
+
+
+#: Streams of a rank that should not queue behind each other: of its tasks, of copies each way, of reductions, and two
+#: for each of four edges over NCCL, as many again for libraries that tasks call.
+_ENOUGH_CONNECTIONS = 32
+
+#: CUDA's own default.
+_USUAL_CONNECTIONS = 8
+
+
+def costly_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """By a short name, settings of CUDA that slow a pipeline down."""
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None and not (connections.isdecimal() and int(connections) >= _USUAL_CONNECTIONS):
+        text = (
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections!r}: streams that share a connection start their work in the "
+            f"order of the host's calls, so copies and collectives wait behind tasks; unset it, or take "
+            f"{_ENOUGH_CONNECTIONS}"
+        )
+        return {"connections": text}
+    return {}
 
 
 def _nccl_version() -> str | None:
@@ -167,7 +184,7 @@ def _nccl_version() -> str | None:
 
 
 def _driver_versions() -> tuple[str | None, str | None]:
-    """The driver's version, and the newest CUDA that it supports; asked of its own libraries, without a context."""
+    """The driver's version, and its newest CUDA, asked without a context."""
     driver = driver_cuda = None
     number = ctypes.c_int()
     text = ctypes.create_string_buffer(_VERSION_LENGTH)
@@ -185,6 +202,9 @@ def _driver_versions() -> tuple[str | None, str | None]:
 
 
 _NUM_ROUND_TRIPS = 100
+
+#: Of device memory whose sharing is tried.
+_TRIED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +246,7 @@ def _examine(look: Callable[[], str], required: bool) -> Finding:
 
 
 def _add_gpus(findings: dict[str, Finding]) -> GpuReport | None:
-    """Add what concerns accelerators, none of which is required; returns the report if the look itself works."""
+    """Add what concerns accelerators, none required; returns the report."""
     try:
         report = gpu_report()
         lines = report.lines() if report.gpus else {}
@@ -234,6 +254,9 @@ def _add_gpus(findings: dict[str, Finding]) -> GpuReport | None:
             findings["cuda"] = Finding(False, False, report.missing())
         for name, line in (*lines.items(), *choices().items()):
             findings[name] = Finding(True, False, line)
+        if report.gpus:
+            for name, line in costly_settings(os.environ).items():
+                findings[name] = Finding(False, False, line)
     except Exception as error:  # a broken driver or package may raise anything
         findings["cuda"] = Finding(False, False, _one_line(error))
         return None
@@ -295,10 +318,9 @@ def _auto() -> str:
 def _collective() -> str:
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        raise RuntimeError("this torch was built without gloo")
-    nccl = "NCCL between GPUs was not run on several of them" if distributed.is_nccl_available() else "no NCCL"
-    return f"experimental, only by name; {_round_trip('collective')()} with gloo; {nccl}"
+    if not (distributed.is_available() and distributed.is_nccl_available()):
+        raise RuntimeError("this torch was built without NCCL")
+    return "experimental, only by name: between CUDA devices; not run on several of them"
 
 
 async def _round_trip_s(transport: str) -> float:

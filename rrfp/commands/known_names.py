@@ -1,7 +1,5 @@
 """Names that complete on the command line; the modules that hold them are imported when a shell asks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 
@@ -27,5 +25,7 @@ def known_transports() -> Iterable[str]:
 
 
 def known_lanes() -> Iterable[str]:
-    """The lanes that come with RRFP, as ``check lane`` names them."""
-    return ("thread", "timer", "double", "cuda")
+    """All lanes that ``check lane`` names, plugins included."""
+    from rrfp.testing.lanes import LANES
+
+    return LANES.names()

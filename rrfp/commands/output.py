@@ -1,7 +1,5 @@
 """Output shared by all commands: JSON on stdout, and the option for it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def check_output(path: Path, *inputs: str | Path) -> None:
-    """Refuse a file that cannot be written, or that is one of ``inputs``, before anything runs."""
+    """Refuse an unwritable file, or one of ``inputs``, in advance."""
     if path.resolve() in {Path(file).resolve() for file in inputs}:
         raise ConfigError(f"{path}: is read by this command, must be another file to be written")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
@@ -30,6 +28,6 @@ def check_output(path: Path, *inputs: str | Path) -> None:
 
 
 def first_line(text: str | None) -> str:
-    """The first line of a docstring, without its full stop; empty where there is none."""
+    """A docstring's first line without full stop, if there is one."""
     lines = (text or "").strip().splitlines()
     return lines[0].strip().removesuffix(".") if lines else ""

@@ -1,7 +1,5 @@
 """Two or three connected transports of one kind in this process: for the checks and the doctor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

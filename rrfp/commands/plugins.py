@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,9 +33,7 @@ def hints(json: Json = False) -> None:
 
     schedules = schedule_names()
     known = [_known(HINTS, name) for name in HINTS.names() if name not in schedules]
-    for name in schedules:
-        module = sys.modules[schedule_generator(name).__module__]
-        known.append(Known(name, "schedule", first_line(module.__doc__)))
+    known += [Known(name, "schedule", first_line(schedule_generator(name).__doc__)) for name in schedules]
     _show(known, json=json)
 
 
@@ -62,7 +59,7 @@ def _known(registry: Registry[Any], name: str) -> Known:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Gets an entry for each Ctrl-C of the user, which goes on to raise KeyboardInterrupt: plugins may do so too."""
+    """Notes the user's Ctrl-Cs, since plugins may raise KeyboardInterrupt too."""
     seen: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:

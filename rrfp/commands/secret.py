@@ -1,7 +1,5 @@
 """`rrfp secret`: makes the secret of a job."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,15 +13,17 @@ import typer
 
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.tables import Column, fitted, terminal
 
 if TYPE_CHECKING:
-    from rrfp.commands.top_rows import TopRow
-    from rrfp.runtime.stall.status import JobStatus
+    from rich.console import Group
+
+    from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
     from rrfp.runtime.status_socket.job import Job
     from rrfp.runtime.status_socket.report import JobReport
 
     #: Shows a job at one moment.
-    Show = Callable[[JobReport, list[TopRow]], None]
+    Show = Callable[[JobReport, list["TopRow"]], None]
 
 #: A job is asked no more often.
 LEAST_INTERVAL_S = 0.1
@@ -61,8 +63,7 @@ def top(
 
 
 def _watch(job: Job, show: Show, interval: float | None) -> str:
-    """Show the job until it ends, or once without ``interval``; returns how it ended."""
-    from rrfp.commands.top_rows import rows
+    """Show the job until it ends, or once; returns how it ended."""
     from rrfp.runtime.status_socket.job import JobEnded, SilentJobError
 
     before: JobStatus | None = None
@@ -92,14 +93,11 @@ def _watch(job: Job, show: Show, interval: float | None) -> str:
 
 @contextmanager
 def _display(*, json: bool, is_live: bool) -> Iterator[Show]:
-    """In here the function that it yields shows each look: as JSON, in place on a terminal, or below the one before."""
+    """Yields what shows a look: as JSON, in place, or below."""
     if json:
         yield _print_json
         return
     from rich.live import Live
-
-    from rrfp.commands.top_table import table_of
-    from rrfp.tables import terminal
 
     console = terminal()
     if not (is_live and console.is_terminal):
@@ -112,3 +110,196 @@ def _display(*, json: bool, is_live: bool) -> Iterator[Show]:
 
 def _print_json(report: JobReport, table: list[TopRow]) -> None:
     print_json({"pid": report.pid, "pipeline": report.pipeline, "at": time.time(), "ranks": [*map(asdict, table)]})
+
+
+@dataclass(frozen=True, slots=True)
+class TopRow:
+    """One rank; what is not known is None or empty."""
+
+    #: Which.
+    rank: int
+    stage: int
+    name: str
+    #: ``running``, ``starting`` (a task), ``waiting``, ``ending`` (the step), ``between steps``, or why it gave no
+    #: answer.
+    state: str
+    #: How long it has been running or waiting.
+    seconds: float | None = None
+    #: The number of its step, or of its last one: training steps before it.
+    step: int | None = None
+    #: Of the step that it is in: ``train`` or ``forward``.
+    mode: str | None = None
+    #: The task, or other work, on its lane.
+    running: str | None = None
+    #: Why its lane is idle inside a step: ``input``, ``memory``, ``order``, ``choice`` or ``drained``.
+    cause: str | None = None
+    #: The first of ``awaits``, or the call of all ranks that it is in.
+    waits_for: str = ""
+    #: Tasks that have not started, each with the reason, the lowest microbatch first.
+    awaits: tuple[str, ...] = ()
+    #: Tasks of the step that were started.
+    enqueued: int | None = None
+    #: All of them.
+    tasks: int | None = None
+    #: Microbatches in work, in chunk tasks.
+    held: int | None = None
+    #: The limit on ``held``.
+    limit: int | None = None
+    #: The memory of these.
+    held_bytes: int | None = None
+    #: The limit on ``held_bytes``.
+    limit_bytes: int | None = None
+    #: Tasks that may start now.
+    ready: int | None = None
+    #: Outputs of other stages that have arrived and whose task has not started.
+    received: int | None = None
+    #: Their bytes.
+    received_bytes: int | None = None
+    #: Since the last row.
+    tasks_per_s: float | None = None
+    #: Since the last row.
+    steps_per_s: float | None = None
+    process: str = ""
+    #: The Python stack of its lane, where it has been running something for `stall_after` seconds.
+    stack: str = ""
+
+
+def rows(survey: JobStatus, before: JobStatus | None) -> list[TopRow]:
+    """A row for each rank; rates count from ``before``."""
+    earlier: Sequence[RankAnswer | None] = () if before is None else before.answers
+    if len(earlier) != len(survey.answers):
+        earlier = [None] * len(survey.answers)
+    return [_row(now, then) for now, then in zip(survey.answers, earlier, strict=True)]
+
+
+def _row(answer: RankAnswer, earlier: RankAnswer | None) -> TopRow:
+    status, then = answer.status, None if earlier is None else earlier.status
+    if status is None:
+        return TopRow(answer.rank, answer.stage, answer.name, answer.absent)
+    state, seconds, waits_for = _doing(status)
+    now = status.current
+    holding = None if now is None else now.holding
+    return TopRow(
+        answer.rank,
+        answer.stage,
+        answer.name,
+        state,
+        seconds,
+        step=status.training_step if status.step is not None or status.steps_ended else None,
+        mode=None if now is None else now.mode,
+        running=status.running,
+        cause=status.waits_for or None,
+        waits_for=waits_for,
+        awaits=status.awaits,
+        enqueued=None if now is None else now.enqueued,
+        tasks=None if now is None else now.tasks,
+        held=None if holding is None else holding.held,
+        limit=None if now is None else now.slots,
+        held_bytes=None if holding is None else holding.num_bytes,
+        limit_bytes=None if now is None else now.limit_bytes,
+        ready=None if now is None else now.ready,
+        received=None if holding is None else holding.received,
+        received_bytes=None if holding is None else holding.received_bytes,
+        tasks_per_s=None if then is None else _rate(then.completed, status.completed, status.at - then.at),
+        steps_per_s=None if then is None else _rate(then.steps_ended, status.steps_ended, status.at - then.at),
+        process=status.process,
+        stack=status.stack,
+    )
+
+
+def _doing(status: RankStatus) -> tuple[str, float | None, str]:
+    """The state, for how long, and what it waits for."""
+    if status.running is not None:
+        return "running", status.running_s, ""
+    if status.gathering:
+        return "waiting", None, f"all ranks in {status.gathering}"
+    if status.step is None or status.has_returned:
+        return "between steps", None, ""
+    if status.can_run:
+        return "starting", None, ""
+    if status.awaits:
+        return "waiting", status.waits_s if status.waits_for else None, status.awaits[0]
+    return "ending", None, "the reports of all ranks"
+
+
+def _rate(before: int, now: int, seconds: float) -> float | None:
+    """None where that is no time, or the counters are another process's."""
+    return (now - before) / seconds if seconds > 0 and now >= before else None
+
+
+#: Characters of a cell that says what a rank waits for; `--json` has it all.
+_MOST_CHARACTERS = 48
+
+
+def headline(report: JobReport, table: Sequence[TopRow]) -> str:
+    """The job, its step, and the asked rank's rate."""
+    survey = report.survey
+    row = None if survey is None else table[survey.asker]
+    step = "" if row is None or row.step is None else f", step {row.step}"
+    rate = "" if row is None or row.steps_per_s is None else f", {row.steps_per_s:.3g} steps/s"
+    return f"{report.pipeline}; process {report.pid}{step}{rate}"
+
+
+def table_of(report: JobReport, table: Sequence[TopRow], width: int) -> Group:
+    """The headline and a line for each rank, ``width`` characters wide."""
+    from rich.console import Group
+    from rich.text import Text
+
+    keys = [_column("stage" if _one_rank_a_stage(table) else "rank", table, lambda row: _short(row.name), is_text=True)]
+    columns = [
+        _column("step", table, _step),
+        _column("tasks", table, lambda row: _part(row.enqueued, row.tasks)),
+        _column("doing", table, lambda row: row.running or row.state, is_text=True),
+        _column("for", table, lambda row: "" if row.seconds is None else _seconds(row.seconds)),
+        _column("waits for", table, _waits_for, is_text=True),
+        _column("held", table, lambda row: _part(row.held, row.limit)),
+        _column("MiB held", table, lambda row: _mebibytes(row.held_bytes, row.limit_bytes)),
+        _column("ready", table, lambda row: _number(row.ready)),
+        _column("received", table, lambda row: _number(row.received)),
+        _column("tasks/s", table, lambda row: "" if row.tasks_per_s is None else f"{row.tasks_per_s:.1f}"),
+    ]
+    head = Text(headline(report, table), overflow="ellipsis", no_wrap=True)
+    return Group(head, *fitted(keys, columns, width))
+
+
+def _column(head: str, table: Sequence[TopRow], cell: Callable[[TopRow], str], *, is_text: bool = False) -> Column:
+    return Column(head, [cell(row) for row in table], "left" if is_text else "right")
+
+
+def _one_rank_a_stage(table: Sequence[TopRow]) -> bool:
+    return all(row.name == f"stage {row.stage}" for row in table)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("stage ")
+
+
+def _step(row: TopRow) -> str:
+    if row.step is None:
+        return ""
+    return f"{row.step} (eval)" if row.mode == "forward" else str(row.step)
+
+
+def _waits_for(row: TopRow) -> str:
+    text = f"{row.cause}: {row.waits_for}" if row.cause == "memory" else row.waits_for
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+
+
+def _part(part: int | None, whole: int | None) -> str:
+    if part is None:
+        return ""
+    return str(part) if whole is None else f"{part}/{whole}"
+
+
+def _mebibytes(held: int | None, limit: int | None) -> str:
+    if held is None:
+        return ""
+    return f"{held / 2**20:.1f}" if limit is None else f"{held / 2**20:.1f}/{limit / 2**20:.1f}"
+
+
+def _number(count: int | None) -> str:
+    return "" if count is None else str(count)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"

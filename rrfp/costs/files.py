@@ -2,21 +2,28 @@
 
 This file knows the format's names and JSON's traps (NaN, repeated names, booleans as numbers); shapes and ranges are
 checked by `CostTable`. Numbers survive a round trip bitwise.
-"""
 
-from __future__ import annotations
+Of a graph the fields of `rrfp.model.plain_graph` stand in place of the chain's chunks and placement, and
+
+    "skipped": {"vision": [1]}                                    the microbatches that do not visit it
+
+F, B, W and bytes have their rows in the order of the virtual stages, the latencies in that of the edges.
+"""
 
 import json
 import os
 import reprlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
-from rrfp.costs.graph_fields import GRAPH_FIELDS, graph_fields, read_graph
 from rrfp.costs.table import CostTable, Matrix, checked_sizes
 from rrfp.errors import ConfigError, Faults
+from rrfp.model.plain_graph import checked_list, graph_from_plain, graph_to_plain, listed
+from rrfp.model.visits import Skipped
+from rrfp.plain import whole
 
 #: Name in the file of a chain -> attribute of the table, in the order of writing.
 FIELDS = {
@@ -32,6 +39,8 @@ FIELDS = {
     "bytes": "held",
     "sizes": "sizes",
 }
+#: Those of a graph beside the matrices, in the order of writing.
+GRAPH_FIELDS = ("stages", "microbatches", "virtual_stages", "placement", "edges", "skipped")
 _OPTIONAL = frozenset({"W", "bytes", "skipped", "sizes"})
 _MATRICES = ("F", "B", "W", "latency_F", "latency_B", "bytes")
 
@@ -56,7 +65,7 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
     try:
         return from_json(text)
     except ConfigError as error:
-        raise ConfigError(f"{os.fspath(path)}: {error}") from None
+        raise ConfigError.joining(f"{os.fspath(path)}: {text}" for text in error.faults or (str(error),)) from None
 
 
 def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, ...]:
@@ -89,7 +98,7 @@ def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
 
 
 def json_fault(error: ValueError) -> str:
-    """Why a file is not JSON, for an error of one line; ``error`` is that of reading or parsing it."""
+    """Why a file is not JSON, for an error of one line."""
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     if isinstance(error, json.JSONDecodeError):
@@ -139,7 +148,8 @@ def from_json(text: str) -> CostTable:
                 raise ConfigError("sizes must be a list of numbers, one a microbatch")
     if is_graph:
         matrices = {FIELDS[name]: document[name] for name in _MATRICES if name in document}
-        graph, microbatches, skipped = read_graph(document)
+        graph, microbatches = graph_from_plain(document), whole("microbatches", document["microbatches"], 1)
+        skipped = _skipped(document.get("skipped", {}), graph.names, microbatches)
         return CostTable.of_graph(graph, microbatches, skipped=skipped, sizes=document.get("sizes"), **matrices)
     fields: dict[str, Any] = {field: document.get(name) for name, field in FIELDS.items()}
     return CostTable(**fields)
@@ -149,7 +159,11 @@ def to_json(table: CostTable) -> str:
     """The cost file's text, one row a line, ending in a newline; `from_json` returns the same table, bitwise."""
     values = {name: getattr(table, field) for name, field in FIELDS.items()}
     if table.graph is not None:
-        values = {**graph_fields(table), **{name: values[name] for name in (*_MATRICES, "sizes")}}
+        fields = {**graph_to_plain(table.graph), "microbatches": table.microbatches, "skipped": _skippers(table)}
+        values = {
+            **{name: fields[name] for name in GRAPH_FIELDS},
+            **{name: values[name] for name in (*_MATRICES, "sizes")},
+        }
     lines = [
         f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}"
         for name, value in values.items()
@@ -158,12 +172,34 @@ def to_json(table: CostTable) -> str:
     return "{" + ",\n ".join(lines) + "}\n"
 
 
+def _skippers(table: CostTable) -> dict[str, list[int]] | None:
+    """The microbatches that skip each virtual stage; None for none."""
+    assert table.graph is not None
+    skippers = {
+        name: [m for m, skipped in enumerate(table.skipped) if v in skipped] for v, name in enumerate(table.graph.names)
+    }
+    return {name: microbatches for name, microbatches in skippers.items() if microbatches} or None
+
+
+def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Skipped, ...]:
+    """What each microbatch skips, from the field."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"skipped is {reprlib.repr(value)}, must be an object: NAME -> list of microbatches")
+    skipped: list[set[int]] = [set() for _ in range(microbatches)]
+    for name, skippers in value.items():
+        if name not in names:
+            raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {listed(names)}")
+        for microbatch in checked_list(f"skipped[{name!r}]", skippers, "of microbatches"):
+            skipped[whole(f"skipped[{name!r}]", microbatch, 0, microbatches - 1)].add(names.index(name))
+    return tuple(map(frozenset, skipped))
+
+
 def _rows(matrix: Matrix) -> str:
     return "[" + ",\n  ".join(json.dumps(row) for row in matrix.tolist()) + "]"
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build a JSON object and refuse repeated names, of which json keeps the last one silently."""
+    """Refuse repeated names, of which json keeps the last silently."""
     document = dict(pairs)
     if len(document) != len(pairs):
         repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -172,10 +208,8 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_numbers(name: str, rows: object) -> None:
-    """Refuse entries that numpy would convert silently: booleans, numbers in quotes, null.
-
-    `CostTable` refuses values that are no list of lists, except null, which would count as absent.
-    """
+    """Refuse entries that numpy would convert: booleans, numbers in quotes, null."""
+    # `CostTable` refuses values that are no list of lists, except null, which would count as absent.
     if not isinstance(rows, list):
         raise ConfigError(f"{name} must be a list of rows of numbers")
     for v, row in enumerate(rows):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import reprlib
 from array import array
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rrfp.costs.graph_names import named
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement, TablePlacement
+from rrfp.model.plain_graph import names_of
 from rrfp.model.tasks import Kind
 from rrfp.model.visits import Skipped, Visits
-from rrfp.plain import whole
+from rrfp.plain import number, whole
 
 #: Rows are virtual stages (or the edges between them), columns microbatches.
 Matrix: TypeAlias = npt.NDArray[np.float64]
@@ -35,25 +34,22 @@ Bits: TypeAlias = npt.NDArray[np.bool_]
 
 
 def _length(value: object) -> int | None:
-    """The number of entries of a list, tuple or array; None for any other value."""
+    """The entries of a list, tuple or array; else None."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     return len(value) if is_list or is_array else None  # type: ignore[arg-type]
 
 
-def checked_matrix(name: str, rows: Matrix, num_rows: int, num_columns: int, meaning: str) -> Matrix:
-    """A checked, read-only float64 copy of `rows`.
-
-    Args:
-        name: of the field in the file, for errors.
-        rows: a nested sequence or an array.
-        num_rows: how many it must have.
-        num_columns: how many entries each must have.
-        meaning: of the number of rows, for errors.
-
-    Raises:
-        ConfigError: if it has another shape, or an entry that is no finite number >= 0.
-    """
+def checked_matrix(
+    # Of the field in the file, for errors.
+    name: str,
+    rows: Matrix,
+    num_rows: int,
+    num_columns: int,
+    # Of the number of rows, for errors.
+    meaning: str,
+) -> Matrix:
+    """A checked, read-only float64 copy of `rows`; a ConfigError names the entry."""
     length = _length(rows)
     if length is None:
         raise ConfigError(f"{name} must be a list of {num_rows} rows ({meaning})")
@@ -79,28 +75,13 @@ def checked_matrix(name: str, rows: Matrix, num_rows: int, num_columns: int, mea
 
 
 def checked_sizes(sizes: Sequence[float], num_microbatches: int) -> tuple[float, ...]:
-    """The sizes of microbatches as floats, in any unit; 0 is one, as in `rrfp.Pipeline.step`.
-
-    Raises:
-        ConfigError: if there is not one a microbatch, or one is no finite number >= 0.
-    """
+    """The sizes of microbatches as floats, in any unit; a ConfigError names the entry."""
     length = _length(sizes)
     if length is None:
         raise ConfigError(f"sizes must be a list of {num_microbatches} numbers, one a microbatch")
     if length != num_microbatches:
         raise ConfigError(f"sizes has {length} entries, must have {num_microbatches}, one a microbatch")
-    numbers = []
-    for index, size in enumerate(sizes):
-        try:
-            number = math.nan if isinstance(size, bool | str | bytes) else float(size)
-        except OverflowError:  # an int beyond the floats
-            number = math.inf
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < math.inf:
-            raise ConfigError(f"sizes[{index}] is {reprlib.repr(size)}, must be a finite number >= 0")
-        numbers.append(number + 0.0)
-    return tuple(numbers)
+    return tuple(number(f"sizes[{index}]", size, 0) + 0.0 for index, size in enumerate(sizes))
 
 
 def read_only(matrix: Matrix) -> Matrix:
@@ -223,13 +204,13 @@ class CostTable:
             if getattr(self, name) != value:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {value!r} for this graph")
         count = graph.placement.num_virtual_stages
-        object.__setattr__(self, "graph", replace(graph, split=(self.split,) * count, names=named(graph)))
+        object.__setattr__(self, "graph", replace(graph, split=(self.split,) * count, names=names_of(graph)))
         object.__setattr__(self, "skipped", Visits(self.microbatches, tuple(self.skipped)).skipped)
         if beyond := sorted(v for skipped in self.skipped for v in skipped if not 0 <= v < count):
             raise ConfigError(f"skipped has virtual stage {beyond[0]}, must be 0..{count - 1}")
 
     def _clear_skipped(self) -> None:
-        """What a table has for tasks that do not exist must not make it differ from an equal one."""
+        """What stands for absent tasks must not tell equal tables apart."""
         visited, used = self.visited(), self.used()
         for field in ("forward", "backward", "weight", "held"):
             if (rows := getattr(self, field)) is not None:
@@ -398,11 +379,7 @@ MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
 
 
 def message_times(costs: CostTable) -> MessageTimes:
-    """The seconds of every message of a step, by kind, sending virtual stage, receiving stage and microbatch.
-
-    Args:
-        costs: of the step. Where several edges lead from a virtual stage to one other stage, the longest time counts.
-    """
+    """The seconds of every message of a step."""
     nodes = range(costs.num_virtual_stages)
     times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in (Kind.F, Kind.B)}
     for (u, v), forward, backward in zip(costs.edges(), costs.latency_forward, costs.latency_backward, strict=True):

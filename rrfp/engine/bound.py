@@ -54,7 +54,7 @@ from rrfp.plain import whole
 
 
 def lower_bound(costs: CostTable, limits: Sequence[int] | None) -> float:
-    """Seconds that no run of these costs can beat; the module's docstring derives it.
+    """Seconds that no run of these costs can beat.
 
     It is a sum of the same numbers as a simulated makespan, in another order: compare with a relative tolerance of
     1e-12, or of a few times 1e-16 a number where the table has thousands.
@@ -82,18 +82,15 @@ def lower_bound(costs: CostTable, limits: Sequence[int] | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """The edges of the step's graphs.
+    """The edges of the step's graphs."""
 
-    Attributes:
-        into: of each virtual stage, the (predecessor, row) pairs.
-        out_of: of each, the (successor, row) pairs.
-        forward: seconds from F to F along each row, with -inf for microbatches that do not have the edge.
-        backward: the same from B to B.
-    """
-
+    #: Of each virtual stage, the (predecessor, row) pairs.
     into: Sequence[list[tuple[int, int]]]
+    #: Of each, the (successor, row) pairs.
     out_of: Sequence[list[tuple[int, int]]]
+    #: Seconds from F to F along each row, with -inf for microbatches that do not have the edge.
     forward: Matrix
+    #: The same from B to B.
     backward: Matrix
 
     @staticmethod
@@ -109,7 +106,7 @@ class _Edges:
 
 
 def _heads(costs: CostTable, edges: _Edges, begin: Matrix) -> tuple[Matrix, Matrix]:
-    """The longest paths that lead to every F and B, where no F starts before ``begin``."""
+    """The longest paths to every F and B, from ``begin`` on."""
     forward, backward = begin.copy(), np.zeros_like(begin)
     for v in range(costs.num_virtual_stages):
         for u, row in edges.into[v]:
@@ -122,10 +119,8 @@ def _heads(costs: CostTable, edges: _Edges, begin: Matrix) -> tuple[Matrix, Matr
 
 
 def _residencies(costs: CostTable, edges: _Edges) -> Matrix:
-    """The longest path from the start of every F to the end of its B.
-
-    On a chain it is the difference of their heads. In general a path that leads to B may pass by F.
-    """
+    """The longest path from the start of every F to its B's end."""
+    # On a chain it is the difference of their heads. In general a path that leads to B may pass by F.
     longest = np.zeros_like(costs.forward)
     for v in range(costs.num_virtual_stages):
         begin = np.full_like(costs.forward, -math.inf)
@@ -151,7 +146,7 @@ def _tails(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """The tasks of one kind: work, head and tail in seconds, each (virtual stages) x M, or only those that exist."""
+    """The tasks of one kind: work, head and tail in seconds."""
 
     work: Matrix
     head: Matrix
@@ -196,7 +191,7 @@ class _Paths:
 
 
 def _one_machine(tasks: _Paths) -> float:
-    """The makespan of one stage's tasks by Jackson's preemptive rule, heads and tails included."""
+    """The makespan of one stage by Jackson's preemptive rule, heads and tails included."""
     kinds = [kind for kind in (tasks.forward, tasks.backward, tasks.weight) if kind is not None]
     heads = np.concatenate([kind.head.ravel() for kind in kinds])
     if not heads.size:  # every microbatch skips the stage
@@ -225,7 +220,7 @@ def _one_machine(tasks: _Paths) -> float:
 
 
 def _memory(tasks: _Paths, slots: int) -> float:
-    """The bound from `slots` chunk tasks held at a time; 0 where the stage has no more tasks than slots."""
+    """The bound from `slots` chunk tasks held; 0 where all fit."""
     if slots >= tasks.forward.head.size:
         return 0.0
     earliest = _sum_of_smallest(tasks.forward.head, tasks.forward.work, slots)
@@ -237,7 +232,7 @@ def _memory(tasks: _Paths, slots: int) -> float:
 
 
 def _sum_of_smallest(times: Matrix, work: Matrix, count: int) -> float:
-    """The least sum of the `count` first starts on one lane of tasks with these heads (or, mirrored, of tails)."""
+    """The least sum of `count` first starts (mirrored: tails) on one lane."""
     spacing = np.arange(count) * work.min()
     smallest = np.sort(times, axis=None)[:count]
     # start[i] = max(smallest[i], start[i - 1] + shortest task)

@@ -44,11 +44,10 @@ Happening = ev.Arrived | ev.Completed | ev.Announced | PauseOver
 
 
 class EngineClock:
-    """The engine's heap of events as a clock: the time, and timers for the pauses of stages.
+    """The heap of events as a clock: time, and timers for pauses."""
 
-    ``heap`` has (time, order of insertion, stage, event), ``pushed`` the next order. It is not the engine itself, so
-    that a run makes no reference cycles.
-    """
+    # ``heap`` has (time, order of insertion, stage, event), ``pushed`` the next order. It is not the engine itself,
+    # so that a run makes no reference cycles.
 
     def __init__(self, heap: list[tuple[float, int, int, Happening]], pushed: Iterator[int]) -> None:
         self.now = 0.0
@@ -108,9 +107,9 @@ def run(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without the cyclic garbage collector, where it is on: a run makes no cycles, only up to millions of objects that
-    stay, and looking through them over and over takes a fifth of the time.
-    """
+    """Without the cyclic garbage collector, where it is on."""
+    # A run makes no cycles, only up to millions of objects that stay, and looking through them over and over takes a
+    # fifth of the time.
     if not gc.isenabled():
         yield
         return
@@ -191,21 +190,21 @@ class _Engine:
                 self._cores[stage].apply(ev.ChunkReduced(instruction.virtual_stage))
 
     def _preview_inputs_of_the_caller(self) -> None:
-        """The caller's inputs of the forwards that read nothing else show their sizes at once."""
+        """The caller's inputs show their sizes at once."""
         if self.shows_inputs:
             for v in range(len(self._graph.stage_of)):
                 for m in self._visits.visitors(v):
                     self._preview(Task(F, m, v))
 
     def _preview_readers(self, stage: int, task: Task) -> None:
-        """The output of a forward, which is here now, may be the last that shows the size of forwards that read it."""
+        """A forward's output may complete what shows its readers' sizes."""
         for reader in self._graph.successors[task.virtual_stage]:
             forward = Task(F, task.microbatch, reader)
             if self._graph.stage_of[reader] == stage and self._visits.exists(forward):
                 self._preview(forward)
 
     def _preview(self, forward: Task) -> None:
-        """Tell the core how many bytes a forward will hold, once all that it reads is on its stage."""
+        """Tell the core a forward's bytes, once all its inputs are here."""
         inputs = filter(self._visits.exists, self._graph.inputs(forward))
         stage = self._graph.stage_of[forward.virtual_stage]
         if all((task, stage) in self._here for task in inputs):
@@ -284,5 +283,5 @@ class _OfferingEngine(_Engine):
 
 
 def _rows(matrix: Matrix) -> list[array[float]]:
-    """The rows as arrays: a number of a numpy array costs more to read than the whole heap operation."""
+    """The rows as arrays, since a numpy number costs more to read."""
     return [array("d", row.tobytes()) for row in matrix]

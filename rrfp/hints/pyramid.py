@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from rrfp.core.events import Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
-from rrfp.hints.alternating import BackwardForwardWeight
+from rrfp.hints.priorities import BackwardForwardWeight
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.memory.branches import plain_stages
 from rrfp.model.tasks import Task
@@ -40,7 +40,7 @@ ORDERS_ALL = 0.95
 
 
 class Pyramids(Hint):
-    """The hint ``within`` on microbatches ordered by size; see the module's docstring.
+    """The hint ``within`` on microbatches ordered by size: runs of short, long, short.
 
     Without sizes, or with equal ones, it does the same as ``within``.
 
@@ -56,28 +56,23 @@ class Pyramids(Hint):
         self.wants_split = within.wants_split
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """The wrapped hint's choice."""
         return self.within.choose(ready, view)
 
     def announces(self, view: View) -> bool:
-        """The wrapped hint's answer."""
         return self.within.announces(view)
 
     def awaits(self, task: Task, view: View) -> bool:
-        """The wrapped hint's answer."""
         return self.within.awaits(task, view)
 
     def open_step(self, view: View) -> None:
-        """Passed to the wrapped hint, which may say anew whether it may wait."""
+        """Passed to the wrapped hint, which may now wait or not."""
         self.within.open_step(view)
         self.may_wait = self.within.may_wait
 
     def observe(self, event: Event) -> None:
-        """Passed to the wrapped hint."""
         self.within.observe(event)
 
     def microbatch_order(self, view: View) -> Sequence[int] | None:
-        """See `rrfp.core.hint.Hint.microbatch_order`."""
         sizes = view.sizes
         if sizes is None or min(sizes) == max(sizes):
             return self.within.microbatch_order(view)
@@ -89,16 +84,13 @@ class Pyramids(Hint):
 
 
 def _has_joins(view: View) -> bool:
-    """Whether branches of the graph join, as the microbatches of the step visit it."""
+    """Whether branches of the graph join, as this step visits it."""
     visits = Visits(view.microbatches, view.skipped)
     return len(plain_stages(view.graph, visits.patterns)) < view.placement.stages
 
 
 def pyramids(sizes: Sequence[float], length: int) -> list[int]:
-    """Every microbatch once, in equal runs of about ``length``, each run short, long, short.
-
-    Of equal sizes the lower number counts as smaller.
-    """
+    """Every microbatch once, in runs of about ``length``: short, long, short."""
     count = len(sizes)
     runs = max(1, round(count / length))
     order: list[int] = []

@@ -3,17 +3,73 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rrfp.core.hint import Hint
-from rrfp.core.ready_set import MicrobatchOrder
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import MicrobatchOrder, ReadySet
 from rrfp.errors import ConfigError, misspelt
-from rrfp.hints.schedule import ScheduleHint, ScheduleSource, Strict
+from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.visits import Visits
 from rrfp.plugins import Registry, name_of, named_or_loaded, where_defined
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
+
+#: Returns the schedule for the step of a view, with every task of that step, weight tasks included.
+ScheduleSource = Callable[[View], Schedule]
+
+
+class ScheduleHint(Hint):
+    """Orders ready tasks by their position in a schedule; never waits."""
+
+    def __init__(self, source: ScheduleSource) -> None:
+        self._source = source
+        self._order: tuple[Task, ...] = ()
+        self._position: dict[Task, int] = {}
+        self._is_monotone = True
+
+    def open_step(self, view: View) -> None:
+        """Look up the step's order; refuse a schedule that lacks a task."""
+        # Tasks of virtual stages that a microbatch skips drop out: the others keep their order, which still ends.
+        schedule = self._source(view)
+        order, visits = schedule.orders[view.stage], Visits(view.microbatches, view.skipped)
+        if view.mode is not Mode.TRAIN:
+            order = tuple(task for task in order if task.kind is Kind.F)
+        self._order = tuple(filter(visits.exists, order)) if visits.are_partial else order
+        self._position = {task: position for position, task in enumerate(self._order)}
+        for task in view.graph.tasks(view.stage, view.microbatches, view.mode):
+            if task not in self._position and visits.exists(task):
+                raise ConfigError(f"schedule {schedule.name} misses {task} on stage {view.stage}")
+        self._is_monotone = _is_monotone(self._order)
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        # Why only the heads? Looking at a thousand ready tasks takes half a millisecond, and in a schedule that keeps
+        # microbatch order no other task can come first.
+        candidates = ready.heads() if self._is_monotone else iter(ready)
+        return min(candidates, key=self._position.__getitem__)
+
+
+class Strict(ScheduleHint):
+    """Runs a schedule to the letter: waits for its next task, whichever others are ready."""
+
+    may_wait = True
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        due = self._order[view.num_enqueued_total]
+        return due if due in ready else None
+
+
+def _is_monotone(order: Sequence[Task]) -> bool:
+    """Whether each kind and virtual stage is in microbatch order."""
+    last: dict[tuple[Kind, int], int] = {}
+    for kind, microbatch, virtual_stage in order:
+        if last.get((kind, virtual_stage), -1) > microbatch:
+            return False
+        last[kind, virtual_stage] = microbatch
+    return True
+
 
 #: The ``hint`` option: a name, a class or other factory, or an instance, of which every stage gets a copy.
 HintSpec = str | Hint | Callable[[], Hint]
@@ -32,11 +88,11 @@ HINTS: Registry[Callable[[], Hint]] = Registry(
     "hint",
     "rrfp.hints",
     {
-        "bf": "rrfp.hints.alternating:BackwardForward",
-        "fb": "rrfp.hints.alternating:ForwardBackward",
-        "b-priority": "rrfp.hints.priority:BackwardPriority",
-        "f-priority": "rrfp.hints.priority:ForwardPriority",
-        "bfw": "rrfp.hints.alternating:BackwardForwardWeight",
+        "bf": "rrfp.hints.priorities:BackwardForward",
+        "fb": "rrfp.hints.priorities:ForwardBackward",
+        "b-priority": "rrfp.hints.priorities:BackwardPriority",
+        "f-priority": "rrfp.hints.priorities:ForwardPriority",
+        "bfw": "rrfp.hints.priorities:BackwardForwardWeight",
         "slot-aware": "rrfp.hints.slot_aware:SlotAware",
         "slot-aware-pyramid": "rrfp.hints.pyramid:slot_aware_pyramid",
         "bfw-pyramid": "rrfp.hints.pyramid:bfw_pyramid",
@@ -86,7 +142,7 @@ def check_order(spec: HintSpec, order: MicrobatchOrder) -> None:
 
 
 def create_strict(spec: ScheduleSpec) -> Hint:
-    """A hint that runs the schedule ``spec`` to the letter; an unknown one is a ConfigError."""
+    """A hint that runs the schedule ``spec`` to the letter."""
     if isinstance(spec, str) and spec not in schedule_names():
         names = schedule_names()
         raise ConfigError(f"strict is {misspelt(spec, names)}, must be one of: {', '.join(names)}")
@@ -94,7 +150,7 @@ def create_strict(spec: ScheduleSpec) -> Hint:
 
 
 def hint_factory(name: str) -> Callable[[], Hint]:
-    """The class, or other callable, that makes the hint ``name``; an unknown name is a ConfigError."""
+    """What makes the hint ``name``; an unknown name is a ConfigError."""
     if name in schedule_names():  # before plugins, which cannot replace a schedule
         return lambda: ScheduleHint(_source(name))
     if name not in HINTS:
@@ -113,7 +169,7 @@ def _source(spec: ScheduleSpec) -> ScheduleSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHint:
-    """Makes the hint that a text with a colon leads to; another process can load it as well."""
+    """Makes the hint that a text leads to, in another process too."""
 
     text: str
 

@@ -38,7 +38,7 @@ from rrfp.model.visits import Visits
 
 
 class RunAhead:
-    """The microbatches that are ahead on one stage, and the forwards that may start; see the module's docstring."""
+    """The microbatches ahead on one stage, and the forwards that may start."""
 
     def __init__(self) -> None:
         #: Whether it holds forwards back in this step.
@@ -69,7 +69,7 @@ class RunAhead:
             self._left[event.task.virtual_stage] = count + 1, num_bytes + event.held
 
     def first_forward(self, ready: ReadySet, view: View, chunk_order: ChunkOrder) -> Task | None:
-        """What ``ready.first(F, chunk_order)`` says, of the chunks that no forward is held back on."""
+        """What ``ready.first(F, chunk_order)`` says, of chunks not held back."""
         stage = self._stage
         assert stage is not None, "nothing is limited in this step"
         most = self._most_ahead(stage, view)
@@ -82,7 +82,7 @@ class RunAhead:
         return None
 
     def last_resort(self, ready: ReadySet, view: View) -> Task | None:
-        """Where only forwards that are held back are ready, the one that must not wait, if any."""
+        """The forward that must not wait, where all are held back."""
         stage = self._stage
         assert stage is not None, "nothing is limited in this step"
         if stage.is_plain:
@@ -104,7 +104,7 @@ class RunAhead:
         return max(1, min(fitting) - min(*fitting, stage.distance) / 2)
 
     def _mean_bytes(self, stage: _Stage) -> float:
-        """What a microbatch holds here as a whole; a chunk on which none was forwarded counts as the others do."""
+        """What a whole microbatch holds; unknown chunks count as the others."""
         shown = {v: total / count for v, (count, total) in self._left.items()}
         if not shown:
             return 0
@@ -151,7 +151,7 @@ class _Stage:
         self._pass_started()
 
     def _awaited(self, chunk: int, microbatch: int) -> int | None:
-        """The chunk whose forward ends that ``microbatch`` is ahead on ``chunk``; None if it visits none such."""
+        """The chunk whose forward ends the run-ahead on ``chunk``, if any."""
         skipped = self._visits.skipped_by(microbatch)
         return next((d for d in reversed(self.dependants[chunk]) if self.virtual_stages[d] not in skipped), None)
 
@@ -176,21 +176,19 @@ class EncoderAware(Hint):
         self._run_ahead = RunAhead()
 
     def first(self, kind: Kind, ready: ReadySet, view: View) -> Task | None:
-        """The ready task of ``kind`` of the highest priority that is not held back."""
+        """The first ready task of ``kind`` that is not held back."""
         if kind is F and self.may_wait:
             return self._run_ahead.first_forward(ready, view, self.chunk_order)
         return ready.first(kind, self.chunk_order)
 
     def last_resort(self, ready: ReadySet, view: View) -> Task | None:
-        """Where all that is ready is held back, what must not wait, if any."""
+        """What must not wait, where all is held back."""
         return self._run_ahead.last_resort(ready, view) if self.may_wait else None
 
     def open_step(self, view: View) -> None:
-        """See `rrfp.core.hint.Hint.open_step`."""
         self._run_ahead.open_step(view)
         self.may_wait = self._run_ahead.is_limited
 
     def observe(self, event: Event) -> None:
-        """See `rrfp.core.hint.Hint.observe`."""
         if self.may_wait:
             self._run_ahead.observe(event)

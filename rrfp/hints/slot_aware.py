@@ -82,18 +82,17 @@ class SlotAware(EncoderAware):
         self._is_tight = self.idles and has_one_source and not any(graph.split) and view.slots == self._depth
 
     def announces(self, view: View) -> bool:
-        """In 1F1B's memory, where rule 4 applies on the next stage as well."""
+        """In 1F1B's memory, where the next stage uses rule 4 too."""
         return self._is_tight
 
     def awaits(self, task: Task, view: View) -> bool:
-        """Rule 4: whether a forward would go first now if its input were here."""
+        """Rule 4: whether a forward would go first, were its input here."""
         started = view.num_enqueued(F)
         if not self._is_tight or self._forwards <= self._depth or view.held == view.slots or started == self._forwards:
             return False
         return view.last_kind is B or started - view.num_enqueued(B) < self._depth
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         forward = self.first(F, ready, view)
         if forward is None:
             if self._wants_slots(ready, view) and (weight := ready.first(W)) is not None:
@@ -120,7 +119,7 @@ class SlotAware(EncoderAware):
 
 
 def _slots(view: View) -> float:
-    """The chunk tasks that a stage may hold: of a limit on bytes as many as hold the average of those held now."""
+    """The chunk tasks a stage may hold; under bytes, of average size."""
     slots = math.inf if view.slots is None else view.slots
     if view.most_bytes is not None and view.held_bytes:
         slots = min(slots, view.most_bytes * view.held / view.held_bytes)

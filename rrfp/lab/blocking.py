@@ -45,12 +45,9 @@ from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 
 
 def run_blocking(costs: CostTable) -> EngineResult:
-    """Simulate one training step of 1F1B with blocking sends; the module's docstring describes the model.
-
-    Returns:
-        What `rrfp.engine.engine.run` returns. A wait has the cause INPUT while its stage communicates, and DRAINED
-        after its last operation; a message is sent when its transfer starts; each stage holds what 1F1B holds.
-    """
+    """Simulate one training step of 1F1B with blocking sends."""
+    # A wait has the cause INPUT while its stage communicates, and DRAINED after its last operation; a message is sent
+    # when its transfer starts; each stage holds what 1F1B holds.
     if costs.graph is not None:
         raise ConfigError("the costs are of a graph, must be of a chain with blocking sends")
     if costs.chunks != 1:
@@ -65,7 +62,7 @@ class _Compute:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Transfers that one stage takes part in together, each named by the task whose output it carries."""
+    """Transfers of one stage at a time, each named by its output's task."""
 
     outputs: tuple[Task, ...]
 
@@ -201,7 +198,7 @@ class _Run:
         stage.now = stage.idle_since = end
 
     def _post(self, number: int, output: Task) -> None:
-        """Stage ``number`` has come to the transfer of ``output``, as its sender or its receiver."""
+        """Stage ``number`` has come to the transfer of ``output``, at either end."""
         now = self._stages[number].now
         if output not in self._posted:
             self._posted[output] = now

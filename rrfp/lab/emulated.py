@@ -31,7 +31,7 @@ _this_thread = threading.local()
 
 
 def sleep_until(deadline: float) -> None:
-    """Return as soon as possible after ``deadline``, a time of ``time.monotonic()``; at once if it has passed."""
+    """Return as soon as possible after ``deadline``, of ``time.monotonic()``."""
     if not getattr(_this_thread, "has_low_slack", False):
         _lower_timer_slack()
         _this_thread.has_low_slack = True
@@ -127,7 +127,6 @@ class EmulatedStage(StageProgram):
         self._run(task)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_bytes`."""
         return self._held(microbatch, virtual_stage) if self._held is not None and self._is_training else 0
 
     def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
@@ -164,55 +163,42 @@ class PacedStage(StageProgram):
         self.planned_s = self.overrun_s = 0.0
 
     def open(self, step: StepId, batch: Batch) -> None:
-        """See :meth:`StageProgram.open`."""
         self._program.open(step, batch)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """See :meth:`StageProgram.forward`."""
         return self._paced(task, lambda: self._program.forward(task, inputs))
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """See :meth:`StageProgram.backward`."""
         return self._paced(task, lambda: self._program.backward(task, grads))
 
     def weight(self, task: Task) -> None:
-        """See :meth:`StageProgram.weight`."""
         self._paced(task, lambda: self._program.weight(task))
 
     def finish(self, virtual_stage: int) -> None:
-        """See :meth:`StageProgram.finish`."""
         self._program.finish(virtual_stage)
 
     def name_of(self, virtual_stage: int) -> str:
-        """See :meth:`StageProgram.name_of`."""
         return self._program.name_of(virtual_stage)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_bytes`."""
         return self._program.held_bytes(microbatch, virtual_stage)
 
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
-        """See :meth:`StageProgram.signature`."""
         return self._program.signature(task, inputs)
 
     def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
-        """See :meth:`StageProgram.input_bytes`."""
         return self._program.input_bytes(task, inputs)
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_output_bytes`."""
         return self._program.held_output_bytes(microbatch, virtual_stage)
 
     def losses(self) -> Mapping[int, float]:
-        """See :meth:`StageProgram.losses`."""
         return self._program.losses()
 
     def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
-        """See :meth:`StageProgram.losses_by_part`."""
         return self._program.losses_by_part()
 
     def outputs(self) -> Mapping[int, Any]:
-        """See :meth:`StageProgram.outputs`."""
         return self._program.outputs()
 
     def _paced(self, task: Task, call: Callable[[], T]) -> T:

@@ -33,29 +33,24 @@ _SEEDS = range(4)
 
 @dataclass(frozen=True, slots=True)
 class HintCase:
-    """One small pipeline and the steps that it runs.
-
-    Attributes:
-        name: for reports.
-        graph: the dependency graph.
-        steps: (mode, M) of each step.
-        limit: the limit of every stage, in any form that `Limit.resolve` takes.
-        depth: the most tasks of a stage that are enqueued and not completed.
-        takes_offers: a task may begin on an answer that did not know the last events.
-        skips: for each step and microbatch the virtual stages that it skips; empty: none does.
-    """
+    """One small pipeline and the steps that it runs."""
 
     name: str
     graph: TaskGraph
+    #: (mode, M) of each step.
     steps: tuple[tuple[Mode, int], ...]
+    #: The limit of every stage, in any form that `Limit.resolve` takes.
     limit: int | str | None = None
+    #: The most tasks of a stage that are enqueued and not completed.
     depth: int = 1
+    #: A task may begin on an answer that did not know the last events.
     takes_offers: bool = False
+    #: For each step and microbatch the virtual stages that it skips; empty: none does.
     skips: tuple[tuple[Skipped, ...], ...] = ()
 
 
 def _encoders(*stages: int) -> TaskGraph:
-    """Two encoders, of a virtual stage each on the first of ``stages``, and a model of two that reads both."""
+    """Two encoders on the first of ``stages``, and a model that reads both."""
     return TaskGraph(TablePlacement(stages), ((0, 2), (1, 2), (2, 3)))
 
 
@@ -183,7 +178,7 @@ class _AskedAgain(_Wrapped):
 
 
 class _AskedAtEachEvent(_Wrapped):
-    """Also asks the inner hint after each event, and does not follow the answer."""
+    """Also asks after each event, and does not follow the answer."""
 
     def __init__(self, inner: Hint) -> None:
         super().__init__(inner)
@@ -204,7 +199,7 @@ class _AskedAtEachEvent(_Wrapped):
 
 
 def _orders(factory: HintFactory, case: HintCase, seed: int, delivery: Delivery = "any") -> list[list[list[Task]]]:
-    """The tasks that ran, by stage and step; empty if the hint refuses the pipeline."""
+    """The tasks that ran, by stage and step; empty if refused."""
     stages = case.graph.placement.stages
     distances = map(case.graph.distance_to_sink, range(stages))
     limits = [Limit.resolve(case.limit, stage, stages, distance=own) for stage, own in enumerate(distances)]

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rrfp.compute.caller_context import autocast_device_types
-from rrfp.compute.loss_module import LossFunction, with_loss
-from rrfp.compute.named_tuples import is_named, with_items
-from rrfp.compute.payload import canonical
+from rrfp.compute.loss import LossFunction, combine_losses, gradient_weights, with_loss
+from rrfp.compute.payload import canonical, is_named, with_items
 from rrfp.compute.rng import RandomForks, devices_of
-from rrfp.compute.weighting import combine_losses, gradient_weights
 from rrfp.errors import ConfigError
 from rrfp.model.declared import Graph, Part, PartKey, part_of
 from rrfp.model.declared import Graph as PartGraph
@@ -41,25 +39,16 @@ Kwargs = Sequence[Mapping[str, Any]]
 
 
 class Walk(ABC):
-    """The way of microbatches through the modules.
-
-    Attributes:
-        modules: by virtual stage.
-        microbatches: M.
-        ends: the virtual stages whose outputs go into losses, each with its part; "" where there is one loss.
-    """
+    """The way of microbatches through the modules."""
 
     modules: Sequence[nn.Module]
     microbatches: int
+    #: The virtual stages whose outputs go into losses, each with its part; "" where there is one loss.
     ends: Mapping[int, str]
 
     @abstractmethod
     def output(self, microbatch: int, call: Call) -> Any:
-        """Call all modules that ``microbatch`` visits.
-
-        Returns:
-            The output of the last one; by part, where there are several losses.
-        """
+        """The output of the last module that ``microbatch`` visits; by part, with several losses."""
 
 
 class ChainWalk(Walk):
@@ -71,7 +60,6 @@ class ChainWalk(Walk):
         self._kwargs = kwargs
 
     def output(self, microbatch: int, call: Call) -> Any:
-        """See `Walk.output`."""
         value = self._inputs[microbatch]
         further = {} if self._kwargs is None else self._kwargs[microbatch]
         for v in range(len(self.modules)):
@@ -112,7 +100,6 @@ class GraphWalk(Walk):
         self.ends = {model.numbers[name][-1]: name if several else "" for name in model.sinks}
 
     def output(self, microbatch: int, call: Call) -> Any:
-        """See `Walk.output`."""
         outputs: dict[Part, Any] = {}
         values: dict[int, Any] = {}
         v = 0
@@ -141,7 +128,7 @@ class GraphWalk(Walk):
 
 
 def spread(value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments and keyword arguments that an output, or an input of the caller, becomes."""
+    """The arguments that an output, or an input of the caller, becomes."""
     if isinstance(value, Mapping):
         return (), value
     return value if isinstance(value, tuple) and not is_named(value) else (value,), {}
@@ -261,7 +248,7 @@ def _result(
 
 
 def _by_end(field: str, by_part: Any, walk: Walk) -> dict[int, Any]:
-    """The list or loss of each virtual stage with a loss; a ConfigError where there are several and parts differ."""
+    """What each virtual stage with a loss has; refuses other parts."""
     if by_part is None:
         return {}
     if len(walk.ends) == 1:
@@ -318,7 +305,7 @@ def _loss(loss_fn: LossFunction, copies: _Copies, end: int, args: tuple[Any, Any
 
 
 class _Copies:
-    """Copies of shared parameters: the same memory, and a separate gradient for each module but the first."""
+    """Copies of shared parameters: the same memory, separate gradients."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         first: dict[int, int] = {}
@@ -335,7 +322,7 @@ class _Copies:
             self._of.append(copies)
 
     def of(self, index: int, part: nn.Module) -> dict[str, Tensor]:
-        """The copies that replace parameters of ``part``, which belongs to module ``index``, by name."""
+        """The copies that replace parameters of module ``index``, by name."""
         copies = self._of[index]
         return {name: copies[parameter] for name, parameter in part.named_parameters() if parameter in copies}
 

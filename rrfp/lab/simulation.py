@@ -17,13 +17,10 @@ from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
-from rrfp.lab.limit_texts import SAME_BYTES
+from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
 from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.memory.size_order import followed, least
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
-
-#: The limit of a simulated hint where none is given.
-DEFAULT_LIMIT = "2n"
 
 #: Orders of microbatches.
 ORDERS: tuple[str, ...] = get_args(MicrobatchOrder)
@@ -164,11 +161,7 @@ def planned_sizes(costs: CostTable) -> list[float]:
 
 
 def shown_correlation(costs: CostTable) -> float | None:
-    """How closely the times of all stages follow the sizes, as an equal step before shows it: see `rrfp.hints.View`.
-
-    Returns:
-        None without sizes, or where all are equal.
-    """
+    """How closely times follow sizes, as an equal step before shows it; None without sizes."""
     if costs.sizes is None:
         return None
     backward = costs.backward if costs.weight is None else costs.backward + costs.weight
@@ -181,7 +174,7 @@ def shown_correlation(costs: CostTable) -> float | None:
 
 
 def _sizes(costs: CostTable) -> Mapping[str, Any]:
-    """What hints know of sizes in any step of a job but the first."""
+    """What hints know of sizes in any step but the first."""
     return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs)}
 
 
@@ -240,11 +233,7 @@ def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order
 def resolve_limits(
     costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None = None
 ) -> list[Limit]:
-    """The limit of every stage of a simulated hint.
-
-    Raises:
-        ConfigError: for a limit on bytes where the table has none.
-    """
+    """The limit of every stage of a simulated hint."""
     spec = DEFAULT_LIMIT if spec is None else spec
     graph, stages = graph_of(costs), costs.stages
     limits = [Limit.resolve(spec, stage, stages, distance=graph.distance_to_sink(stage)) for stage in range(stages)]
@@ -275,7 +264,7 @@ def _matrices(costs: CostTable) -> list[Matrix]:
 def beside_bound(
     costs: CostTable, result: EngineResult, limits: tuple[int, ...] | None, needed: Sequence[int]
 ) -> Simulation:
-    """A result beside the lower bound of what holds as many microbatches as ``needed`` on each stage."""
+    """A result beside the bound of what holds ``needed`` on each stage."""
     bound = lower_bound(costs, needed)
     slack = max(_ROUNDING, _ROUNDING_EACH * sum(matrix.size for matrix in _matrices(costs)))
     if result.makespan < bound <= result.makespan * (1 + slack):

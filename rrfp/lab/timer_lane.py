@@ -40,7 +40,6 @@ class TimerLane(Lane):
         self._until: float | None = None
 
     def start(self) -> None:
-        """See :meth:`Lane.start`."""
         if self._loop is not None:
             raise RuntimeError("the lane was started before")
         self._loop = asyncio.get_running_loop()
@@ -111,6 +110,6 @@ class TimerLane(Lane):
         self._begin()
 
     def _take_offer(self) -> None:
-        """A call has ended well: an offered one comes next if none is enqueued."""
+        """An offered call comes next if none is enqueued."""
         if self.offers is not None and not self._calls and not self._closed and (taken := self.offers.pop()):
             self._calls.append(taken)

@@ -59,7 +59,7 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """See the module's docstring.
+    """An asyncio loop whose time jumps to the next timer.
 
     Args:
         start: the time at which it begins, in seconds.
@@ -100,15 +100,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         *args: *Args,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Call ``callback(*args)`` when it is ``when``, at once if that has passed; infinity never comes.
-
-        Returns:
-            A handle, with ``when()`` and ``cancel()``.
-
-        Raises:
-            ValueError: if ``when`` is not a number.
-            RuntimeError: if the loop is closed.
-        """
+        """As the base class's; infinity never comes."""
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         if math.isnan(when):
@@ -142,35 +134,23 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         *args: *Args,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """As ``call_soon``.
-
-        Raises:
-            RuntimeError: if another thread calls: at which virtual time should that be?
-        """
+        """As ``call_soon``; a call from another thread, at whatever virtual time, is refused."""
         if threading.get_ident() != self._home:
             _refuse("call_soon_threadsafe from another thread")
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
-        """Not in virtual time; nor, therefore, is ``asyncio.to_thread``.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refused in virtual time; so is ``asyncio.to_thread``."""
         _refuse("run_in_executor")
 
     def add_signal_handler(self, sig: int, callback: Callable[[*Args], object], *args: *Args) -> None:
-        """Not in virtual time. Ctrl-C raises `KeyboardInterrupt` as everywhere.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refused in virtual time; Ctrl-C raises `KeyboardInterrupt` as everywhere."""
         _refuse("add_signal_handler")
 
     # Time.
 
     def _turn(self, timeout: float | None) -> None:
-        """A turn of the loop begins; something is runnable already if ``timeout`` is 0."""
+        """A turn begins; something is runnable already if ``timeout`` is 0."""
         if self._fire_due() or timeout == 0 or self._let_waiters_go():
             return
         if not self._timers:
@@ -179,7 +159,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._fire_due()
 
     def _fire_due(self) -> bool:
-        """Make the timers of this instant runnable; returns whether there were any. The next one is not cancelled."""
+        """Make this instant's timers runnable; returns whether there were any."""
         timers, any_fired = self._timers, False
         while timers and (timers[0][0] <= self._now or timers[0][2].cancelled()):
             _, _, handle, callback, args, context = heapq.heappop(timers)
@@ -210,13 +190,13 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 class _NothingOutside(selectors.BaseSelector):
-    """Watches nothing. Where a loop would wait for the operating system, ``turn`` is called.
+    """Watches nothing. Where a loop would wait for the operating system, ``turn`` is called."""
 
-    Args:
-        turn: receives the time-out of every ``select``, in seconds.
-    """
-
-    def __init__(self, turn: Callable[[float | None], None]) -> None:
+    def __init__(
+        self,
+        # Receives the time-out of every ``select``, in seconds.
+        turn: Callable[[float | None], None],
+    ) -> None:
         self._turn = turn
         self._keys: dict[Any, selectors.SelectorKey] = {}
         #: Whether further file descriptors are refused.
@@ -228,11 +208,7 @@ class _NothingOutside(selectors.BaseSelector):
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Keep a file descriptor without ever looking at it.
-
-        Raises:
-            RuntimeError: if sealed.
-        """
+        """Keep a file descriptor without ever looking at it; refused once sealed."""
         if self.is_sealed:
             _refuse("waiting for a file descriptor")
         key = selectors.SelectorKey(fileobj, fileobj if isinstance(fileobj, int) else fileobj.fileno(), events, data)

@@ -17,16 +17,16 @@ from dataclasses import astuple, dataclass, replace
 
 from rrfp import timeouts
 from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Aborted, Event, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
 from rrfp.errors import Origin, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.plugins import name_of
 from rrfp.runtime.abort import Failure
-from rrfp.runtime.plan import Plan
-from rrfp.runtime.reports import StepFigures
-from rrfp.runtime.result import StepResult
+from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.reports import StepFigures
+from rrfp.runtime.steps.result import StepResult
 
 logger = get_logger(__name__)
 
@@ -64,7 +64,7 @@ class Delivery:
         #: Come before all entries: those may wait for the very rank that a stall names.
         self._stalls: deque[_Entry] = deque()
         self._thread: threading.Thread | None = None
-        self._abort: Aborted | None = None
+        self._abort: RunAborted | None = None
         self._has_ended = False
         #: The training step that runs, or comes next; the sizes of its microbatches; whether its events are dropped.
         self._step = 0
@@ -145,7 +145,7 @@ class Delivery:
         """See `Observer`."""
         with self._changed:
             if self._abort is None and not self._has_ended:
-                self._abort = Aborted(time.time(), self._step, origin)
+                self._abort = RunAborted(time.time(), self._step, origin)
                 if self._thread is not None:
                     self._post("aborted", self._abort)
 

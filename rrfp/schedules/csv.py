@@ -5,8 +5,6 @@ Empty cells are idle slots and mean nothing here. Types: F is F; I is a split ba
 backward, which on a split virtual stage means B and W together.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -36,7 +34,7 @@ class CsvSchedule:
         return self.name
 
     def for_graph(self, graph: TaskGraph, microbatches: int) -> Schedule:
-        """The order of every stage, complete and validated; a ConfigError names the line at fault."""
+        """Every stage's order, validated; a ConfigError names the line."""
         schedule = from_csv(self.text, graph, self.name)
         try:
             return schedule.validate(graph, microbatches)

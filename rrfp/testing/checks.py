@@ -1,7 +1,5 @@
 """A run of conformance checks, whatever they check."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -18,7 +16,7 @@ T = TypeVar("T")
 
 
 async def run_checks(checks: Iterable[Callable[[T], Awaitable[None]]], make: T) -> dict[str, str]:
-    """Run every check on what ``make`` makes; see `run_transport_checks` for the result and the error."""
+    """Run every check on ``make``; see `run_transport_checks`."""
     skipped = {}
     for check in checks:
         name = getattr(check, "__name__", repr(check))

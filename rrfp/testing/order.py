@@ -1,6 +1,7 @@
-"""A transport that delivers messages in another order than they arrived, as slow and busy networks do.
+"""Transports around another one, which does all work, such as one that delivers messages in another order.
 
-It shows that a hint, a stage program or a trainer does not depend on the order of arrival::
+`reordered` shows that a hint, a stage program or a trainer does not depend on the order of arrival, which differs on
+slow and busy networks::
 
     choices = random.Random(seed)
     rrfp.local(modules, transport=reordered(InprocTransport, lambda count: choices.randrange(count)))
@@ -12,8 +13,35 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from rrfp.errors import RrfpError, TransportClosedError
-from rrfp.testing.wrapped import WrappedTransport
-from rrfp.transports.base import Channel, Message, Transport, TransportContext
+from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
+
+
+class WrappedTransport(Transport):
+    """Passes every call on to ``inner``."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.context)
+        self.carries = inner.carries
+        self._inner = inner
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def send(self, peer: int, message: Message) -> None:
+        await self._inner.send(peer, message)
+
+    async def receive(self) -> Message:
+        return await self._inner.receive()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def statistics(self) -> TransportStatistics:
+        return self._inner.statistics()
+
 
 #: Picks an index below a count, 0 being the first.
 Pick = Callable[[int], int]
@@ -60,7 +88,6 @@ class ReorderingTransport(WrappedTransport):
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """See `Transport.start`."""
         await self._inner.start()
         self._reader = asyncio.create_task(self._read())
 

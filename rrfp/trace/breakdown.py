@@ -5,8 +5,6 @@ overlap, compute wins over waiting and an earlier wait over a later one. What no
 (`other`), except after the stage's last task, where nothing was left to run.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -47,7 +45,7 @@ class Breakdown:
 
     @property
     def blocking(self) -> float:
-        """Seconds without compute because nothing could run or was to run, all causes together."""
+        """Seconds without compute, all causes together."""
         return self.input + self.memory + self.order + self.choice + self.drained
 
     @property
@@ -57,16 +55,16 @@ class Breakdown:
 
     @property
     def compute_share(self) -> float:
-        """Part of the step in which the stage computed, 0..1; 0 for an empty step."""
+        """Part of the step in which the stage computed, 0..1."""
         return self.share(self.compute)
 
     @property
     def blocking_share(self) -> float:
-        """Part of the step in which the stage was blocked, 0..1; 0 for an empty step."""
+        """Part of the step in which the stage was blocked, 0..1."""
         return self.share(self.blocking)
 
     def share(self, seconds: float) -> float:
-        """``seconds`` as a part of the step, 0..1; 0 for an empty step."""
+        """``seconds`` as a part of the step, 0..1."""
         return seconds / self.step if self.step > 0 else 0.0
 
     def __str__(self) -> str:
@@ -106,7 +104,7 @@ def breakdown(trace: StepTrace, stage: int) -> Breakdown:
 
 
 def blank_seconds(trace: StepTrace, stage: int, start: float, end: float) -> float:
-    """Seconds of ``stage`` in neither a task nor a wait, `Breakdown.other`, between two times on the trace's clock."""
+    """Seconds of ``stage`` in neither a task nor a wait."""
     spans = [(span.start, span.end) for span in trace.tasks if span.stage == stage]
     spans += [(wait.start, wait.end) for wait in idle_waits(trace, stage)]
     return max(0.0, end - start - sum(high - low for low, high in _union(spans, start, end)))
@@ -118,7 +116,7 @@ def by_stage(trace: StepTrace, num_stages: int) -> tuple[Breakdown, ...]:
 
 
 def mean(breakdowns: Iterable[Breakdown]) -> Breakdown:
-    """The average of each part, over stages or over steps; its parts sum to its step as well."""
+    """The average of each part, over stages or over steps."""
     parts = list(breakdowns)
     if not parts:
         raise ValueError("the mean of no breakdowns")
@@ -127,10 +125,8 @@ def mean(breakdowns: Iterable[Breakdown]) -> Breakdown:
 
 
 def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
-    """The waits of ``stage`` by start, cut so that none overlaps a task or another wait, or lies outside the step.
-
-    Time after the stage's last task that no wait covers is returned as drained.
-    """
+    """The waits of ``stage``, cut to overlap nothing and no edge."""
+    # Time after the stage's last task that no wait covers is returned as drained.
     busy = _union([(span.start, span.end) for span in trace.tasks if span.stage == stage], trace.start, trace.end)
     gaps = _gaps(busy, trace.start, trace.end)
     cut: list[WaitSpan] = []
@@ -152,7 +148,7 @@ def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
 
 
 def _union(intervals: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
-    """The disjoint intervals, by start, that cover the same instants between ``low`` and ``high``."""
+    """The disjoint intervals that cover the same instants, cut to bounds."""
     union: list[tuple[float, float]] = []
     for start, end in sorted((max(start, low), min(end, high)) for start, end in intervals):
         if end <= start:

@@ -1,7 +1,5 @@
 """Breakdowns as tables of a terminal, and as plain text."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Sequence
 
@@ -76,7 +74,7 @@ def breakdown_text(stages: Sequence[Breakdown], *, peak_held: Sequence[int], pea
 def peaks_table(
     *, peak_held: Sequence[int], peak_bytes: Sequence[int] | None = None, numbers: Sequence[int] | None = None
 ) -> Table:
-    """The peaks alone, for a terminal too narrow to have them beside the breakdown; see `breakdown_table`."""
+    """The peaks alone, for narrow terminals; see `breakdown_table`."""
     numbers = _one_a_stage("numbers", range(len(peak_held)) if numbers is None else numbers, len(peak_held))
     peaks = _peaks(len(peak_held), peak_held, peak_bytes)
     table = _table(peaks)
@@ -127,7 +125,7 @@ def _one_a_stage(name: str, values: Iterable[int], num_stages: int) -> list[int]
 
 
 def _unit(step: float) -> tuple[str, Callable[[float], str]]:
-    """The unit for a step's times, and their text: at most five characters up to a step of 27 hours."""
+    """The unit for a step's times, and their text."""
     unit, scale = ("s", 1.0) if step >= 10 else ("ms", 1e3) if step >= 1e-2 else ("us", 1e6)
     decimals = 1 if step * scale < 1000 else 0
     return unit, lambda seconds: f"{seconds * scale:.{decimals}f}"

@@ -21,9 +21,10 @@ from typing import Any
 
 from rrfp.atomic_files import write_atomically
 from rrfp.model.graph import TaskGraph
+from rrfp.model.plain_graph import graph_to_plain
 from rrfp.model.tasks import Kind, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
-from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_to_plain, skipped_to_plain
+from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
@@ -70,15 +71,12 @@ class ChromeRun:
 
 
 def write_runs(
-    path: str | os.PathLike[str], runs: Iterable[ChromeRun], other_data: Mapping[str, object] | None = None
+    path: str | os.PathLike[str],
+    runs: Iterable[ChromeRun],
+    # Further facts about the file, as plain data, for its field ``otherData``.
+    other_data: Mapping[str, object] | None = None,
 ) -> None:
-    """Write several runs to a file, replacing its content.
-
-    Args:
-        path: the file; its folder must exist.
-        runs: each becomes a process of its own in the viewer.
-        other_data: further facts about the file, as plain data, for its field ``otherData``.
-    """
+    """Write several runs to a file, each a process in the viewer."""
     write_atomically(path, _pieces(runs, other_data))
 
 
@@ -98,11 +96,9 @@ def _json(value: object) -> str:
 
 
 def chrome_events(traces: Sequence[StepTrace], *, name: str = "pipeline", pid: int = 1) -> list[Event]:
-    """The trace events of one run; lists of several runs, each with its own ``pid``, may be joined.
-
-    Times are microseconds from the first step's start. A step that does not start later than the one in front of it
-    (every simulated step starts at 0) is laid behind it.
-    """
+    """The trace events of one run, in microseconds from its start."""
+    # Lists of several runs, each with its own ``pid``, may be joined. A step that does not start later than the one
+    # in front of it (every simulated step starts at 0) is laid behind it.
     return list(_run_events(ChromeRun(name, _stages(traces), traces, traces[0].start if traces else 0.0), pid))
 
 
@@ -165,7 +161,7 @@ class _Step:
             self._by_microbatch[span.stage, span.task.kind, span.task.microbatch].append(span)
 
     def events(self, stages: Iterable[int], first_arrow: int) -> Iterator[Event]:
-        """Arrows last: viewers read events of one instant in the order of the file."""
+        """Arrows last: viewers read simultaneous events in file order."""
         trace = self._trace
         args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
@@ -243,10 +239,8 @@ class _Step:
         yield {"ph": "f", "bp": "e", **common, "tid": _thread(reader.stage), "ts": self._microseconds(arrives)}
 
     def _reader(self, message: MessageSpan, sender: TaskSpan) -> TaskSpan | None:
-        """The first task on the target that can have read the message.
-
-        It has the kind and microbatch of the sender; with several chunks the earlier ones ran before the sender.
-        """
+        """The first task on the target that can have read the message."""
+        # It has the kind and microbatch of the sender; with several chunks the earlier ones ran before the sender.
         kind, microbatch, v = message.task
         candidates = self._by_microbatch.get((message.target, kind, microbatch), [])
         if self._graph is not None:

@@ -1,7 +1,5 @@
 """How much each stage held at every moment of a step, from the spans alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,17 +9,15 @@ from rrfp.trace.spans import StepTrace
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """From ``time`` (seconds) on a stage held ``held`` chunk tasks, until the next level."""
+    """The chunk tasks that a stage held from ``time`` on, in seconds."""
 
     time: float
     held: int
 
 
 def held_levels(trace: StepTrace, stage: int) -> list[Level]:
-    """D of ``stage`` over a step: a level for each moment at which it changed, by time.
-
-    A chunk task is held from the start of its F to the end of its last task. At one instant ends come first.
-    """
+    """D of ``stage`` over a step: a level for each change."""
+    # A chunk task is held from the start of its F to the end of its last task. At one instant ends come first.
     changes: Counter[tuple[float, int]] = Counter()
     ends: dict[tuple[int, int], float] = {}
     # A trace that lost its oldest spans may lack the F.

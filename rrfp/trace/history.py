@@ -1,28 +1,27 @@
 """The newest training steps of a rank, kept for `save_trace`; bounded in steps and in spans."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from rrfp.trace.spans import DEFAULT_CAPACITY, StepTrace
 
 
 class TraceHistory:
-    """Keeps the traces of the newest steps.
+    """Keeps the traces of the newest steps."""
 
-    Args:
-        steps: the most steps that it keeps; 0 keeps none.
-        capacity: the most spans of all of them together; the newest step is kept however many it has.
-    """
-
-    def __init__(self, steps: int, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(
+        self,
+        # The most steps that it keeps; 0 keeps none.
+        steps: int,
+        # The most spans of all of them together; the newest step is kept however many it has.
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
         self._steps = steps
         self._capacity = capacity
         self._traces: deque[StepTrace] = deque()
         self._num_spans = 0
 
     def add(self, trace: StepTrace) -> None:
-        """Keep ``trace``, whose number is one more than that of the trace before; the oldest ones go."""
+        """Keep the next step's ``trace``; the oldest ones go."""
         self._traces.append(trace)
         self._num_spans += trace.num_spans
         while len(self._traces) > self._steps or (len(self._traces) > 1 and self._num_spans > self._capacity):

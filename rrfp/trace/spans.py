@@ -43,11 +43,10 @@ class WaitSpan:
 
 @record
 class MessageSpan:
-    """The output of ``task`` left stage ``source`` at ``sent`` and reached stage ``target`` at ``arrived``.
+    """The output of ``task`` left ``source`` and reached ``target``."""
 
-    A rank knows one end only: the sender records ``arrived`` as None, the receiver ``sent`` as None; merging traces
-    joins the two.
-    """
+    # A rank knows one end only: the sender records ``arrived`` as None, the receiver ``sent`` as None; merging traces
+    # joins the two.
 
     source: int
     target: int
@@ -116,7 +115,7 @@ class SpanRing:
         self._recorded += 1
 
     def cut(self, step: int, start: float, end: float, peaks: tuple[StagePeaks, ...] = ()) -> StepTrace:
-        """Return everything recorded since the last cut as the trace of ``step``, and forget it."""
+        """Everything recorded since the last cut, as the trace of ``step``."""
         spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
         dropped, self._recorded = self._recorded - len(spans), 0
         return StepTrace(
@@ -132,7 +131,7 @@ class SpanRing:
 
 
 def merge(traces: Iterable[StepTrace]) -> StepTrace:
-    """One trace of all ranks from one for each rank; joins the two ends of each message."""
+    """One trace of all ranks; joins the two ends of each message."""
     parts = list(traces)
     if len({part.step for part in parts}) != 1:
         raise ValueError(f"traces of one step are needed, got steps {sorted({part.step for part in parts})}")
@@ -196,11 +195,10 @@ def _join(messages: Iterable[MessageSpan]) -> tuple[MessageSpan, ...]:
 
 
 class Recorder:
-    """Records the spans of one stage.
+    """Records the spans of one stage."""
 
-    A wait begins at the end of the last task, because the lane has been idle since, and ends at the start of the next;
-    a change of the cause cuts it in two.
-    """
+    # A wait begins at the end of the last task, because the lane has been idle since, and ends at the start of the
+    # next; a change of the cause cuts it in two.
 
     def __init__(self, stage: int, now: Callable[[], float], capacity: int = DEFAULT_CAPACITY) -> None:
         self._stage = stage
@@ -230,7 +228,7 @@ class Recorder:
 
     @property
     def wait(self) -> tuple[WaitCause, float] | None:
-        """The cause and the beginning of the wait since the last task; None where there is none."""
+        """Cause and beginning of the wait since the last task, if any."""
         return None if self._cause is None else (self._cause, self._cause_since)
 
     def ran(self, task: Task, start: float, end: float, launched: float | None = None) -> None:

@@ -25,7 +25,6 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
         "zmq": "rrfp.transports.zmq.transport:ZmqTransport",
         "cuda_ipc": "rrfp.transports.cuda_ipc.transport:CudaIpcTransport",
         "collective": "rrfp.transports.collective.transport:CollectiveTransport",
-        "simulated": "rrfp.lab.simulated_transport:SimulatedTransport",
     },
 )
 

@@ -9,7 +9,7 @@ from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.usage import WaitCause
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.callbacks import Aborted, Callback, Progress, RunBegun, Stall
+from rrfp.callbacks import Callback, Progress, RunAborted, RunBegun, Stall
 from rrfp.errors import ConfigError, Origin
 from rrfp.model.tasks import Mode
 
@@ -32,7 +32,7 @@ def run(progress: Callback, *events: Any, start: RunBegun | None = None) -> None
     """A run with these events."""
     progress.run_begun(begun() if start is None else start)
     for event in events:
-        name = {Stall: "stall", Aborted: "aborted"}.get(type(event), "step_ended")
+        name = {Stall: "stall", RunAborted: "aborted"}.get(type(event), "step_ended")
         if name == "step_ended" and event.mode is Mode.FORWARD:
             name = "evaluation_ended"
         getattr(progress, name)(event)
@@ -54,7 +54,7 @@ def test_it_shows_steps_loss_speed_and_every_stage() -> None:
 
 def test_a_stall_is_shown_until_the_next_step_and_an_abort_stays() -> None:
     where = console()
-    aborted = Aborted(1003.0, 1, Origin(1, "F0@1", "ValueError: boom"))
+    aborted = RunAborted(1003.0, 1, Origin(1, "F0@1", "ValueError: boom"))
     run(Progress(console=where), ended(0), Stall(1001.0, 1, "stage 1 has been running F0@1\nstack"), ended(1), aborted)
     text = printed(where)
     assert "stall: stage 1 has been running F0@1" in text
@@ -89,9 +89,9 @@ def test_the_cursor_is_shown_on_a_line_of_its_own_at_any_time_and_no_line_is_lef
     where = console()
     progress = Progress(console=where)
     progress.run_begun(begun())
-    aborted = Aborted(1003.0, 1, Origin(1, "F0@1", "ValueError: boom"))
+    aborted = RunAborted(1003.0, 1, Origin(1, "F0@1", "ValueError: boom"))
     for event in (None, ended(0), aborted):
-        if isinstance(event, Aborted):
+        if isinstance(event, RunAborted):
             progress.aborted(event)
         elif event is not None:
             progress.step_ended(event)
@@ -111,5 +111,5 @@ def test_it_follows_a_real_run() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "many"])
 def test_impossible_steps_are_refused(steps: Any) -> None:
-    with pytest.raises(ConfigError, match=r"steps is .*, must be an integer >= 1, or None"):
+    with pytest.raises(ConfigError, match=r"steps is .*, must be a whole number >= 1, or None"):
         Progress(steps)

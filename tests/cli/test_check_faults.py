@@ -21,8 +21,8 @@ class Sleepy(Hint):
         return None if view.stage else next(iter(ready))
 """
 
-#: Of two stages with one rank each, with a lost message. What hint a seed picks depends on those that are registered.
-LOST = ("check", "faults", "--seed", "241", "--hint", "bf")
+#: Of two stages, with a message that comes twice. What hint a seed picks depends on those that are registered.
+DOUBLED = ("check", "faults", "--seed", "27", "--hint", "bf")
 
 
 @pytest.fixture
@@ -33,27 +33,27 @@ def sleepy(tmp_path: Path) -> str:
 
 
 def test_one_run_tells_its_pipeline_its_faults_and_its_ending() -> None:
-    result = rrfp(*LOST)
+    result = rrfp(*DOUBLED)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert lines[0] == "seed 241"
+    assert lines[0] == "seed 27"
     assert [line.split(":")[0] for line in lines[1:5]] == ["pipeline", "schedule", "steps", "fault"]
     assert "ending: refused" in lines
     assert "ProtocolError" in lines[-1]
 
 
 def test_the_trace_tells_everything_that_happens() -> None:
-    lines = rrfp(*LOST, "--trace").stdout.splitlines()
+    lines = rrfp(*DOUBLED, "--trace").stdout.splitlines()
     assert [line for line in lines if "stage 0 starts F0@0" in line]
     assert [line for line in lines if "refuses" in line]
-    assert len(lines) > len(rrfp(*LOST).stdout.splitlines()) + 10
+    assert len(lines) > len(rrfp(*DOUBLED).stdout.splitlines()) + 10
 
 
 def test_one_run_as_json() -> None:
-    answer = json.loads(rrfp(*LOST, "--json").stdout)
+    answer = json.loads(rrfp(*DOUBLED, "--json").stdout)
     assert list(answer) == ["seed", "scenario", "ending", "text", "ok", "problems"]
-    assert (answer["seed"], answer["ending"], answer["ok"], answer["problems"]) == (241, "refused", True, [])
-    traced = json.loads(rrfp(*LOST, "--json", "--trace").stdout)
+    assert (answer["seed"], answer["ending"], answer["ok"], answer["problems"]) == (27, "refused", True, [])
+    traced = json.loads(rrfp(*DOUBLED, "--json", "--trace").stdout)
     assert traced.pop("trace")
     assert traced == answer
 

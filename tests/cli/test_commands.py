@@ -67,7 +67,7 @@ def test_version() -> None:
             "transport is 'nope', must be one of: auto, inproc, shm, zmq, cuda_ipc, collective, simulated",
         ),
         (("check", "transport", "SHM"), "transport is 'SHM' (did you mean 'shm'?), must be one of: auto, inproc, shm"),
-        (("check", "lane", "nope"), "lane is 'nope', must be one of: thread, timer, double, cuda, or module:attribute"),
+        (("check", "lane", "nope"), "lane is 'nope', must be one of: thread, cuda, timer, double, or module:attribute"),
         (("check", "lane", "math:pi"), "lane is 3.141592653589793, must be a factory: lane(stage)"),
         (("trace",), "Missing argument 'FILE...'"),
     ],
@@ -104,6 +104,7 @@ def test_hints_are_listed_with_origin() -> None:
     assert list(origins) == [*built_in, *schedules]
     assert origins == dict.fromkeys(built_in, "built in") | dict.fromkeys(schedules, "schedule")
     assert all(one["description"] and "docstring" not in one["description"] for one in known)
+    assert len({one["description"] for one in known}) == len(known)
     assert "BF: after a backward" in rrfp("hints").stdout
 
 
@@ -144,13 +145,19 @@ def test_a_plugin_that_ends_the_program_when_imported_is_listed_as_not_loadable(
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize(("kind", "group"), [("hint", "hints"), ("transport", "transports")])
+@pytest.mark.parametrize(("kind", "group"), [("hint", "hints"), ("transport", "transports"), ("lane", "lanes")])
 def test_a_plugin_that_ends_the_program_when_imported_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, group: str
 ) -> None:
     list_plugin(monkeypatch, tmp_path, group, "raise SystemExit(7)")
     result = rrfp("check", kind, "mine")
     assert (result.exit_code, result.stderr) == (2, f"rrfp: {kind} is 'mine': cannot be loaded (SystemExit: 7)\n")
+
+
+def test_a_plugins_lane_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "rrfp.testing.lane_checks.makers:thread_lanes", "rrfp.lanes")
+    monkeypatch.setattr("rrfp.plugins.entry_points", lambda group: [point] if group == point.group else [])
+    assert rrfp("check", "lane", "mine", "--only", "order").stdout.endswith("lane mine: 1 ok, 0 skipped, 0 failed\n")
 
 
 def test_a_script_that_exits_when_imported_is_refused_by_name(tmp_path: Path) -> None:
@@ -227,11 +234,18 @@ def test_check_of_something_that_is_no_transport() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, "0123456789abcdef" * 2])
-def test_the_check_of_a_transport_gives_it_what_tcp_needs(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+def test_the_check_of_a_transport_gives_it_what_tcp_needs(
+    monkeypatch: pytest.MonkeyPatch, secret: str | None, tmp_path: Path
+) -> None:
     if secret is not None:
         monkeypatch.setenv("RRFP_SECRET", secret)
+    path = tmp_path / "tcp.py"
+    path.write_text(
+        "from rrfp.transports.zmq.transport import ZmqTransport\n"
+        "def over_tcp(context):\n    return ZmqTransport(context, '127.0.0.1')\n"
+    )
     chosen = ("--only", "every_field_arrives", "--only", "three_ranks")
-    result = rrfp("check", "transport", "collective", *chosen, "--json")
+    result = rrfp("check", "transport", f"{path}:over_tcp", *chosen, "--json")
     answer = json.loads(result.stdout)
     assert [(check["name"], check["outcome"]) for check in answer["checks"]] == [
         ("every_field_arrives", "ok"),

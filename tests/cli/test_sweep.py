@@ -18,7 +18,7 @@ import pytest
 from cli.shell import rrfp, rrfp_process
 
 from rrfp.costs import make_costs, write_costs
-from rrfp.lab.sweep.rows import COLUMNS
+from rrfp.lab.sweep.runs import COLUMNS
 from rrfp.lab.sweep.workloads import Workload
 
 SMALL = ("sweep", "--profile", "mllm", "--microbatches", "6")

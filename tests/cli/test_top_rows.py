@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rrfp.commands.top_rows import TopRow, rows
-from rrfp.commands.top_table import table_of
+from rrfp.commands.top import TopRow, rows, table_of
 from rrfp.core.usage import Holding
 from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus, StepStatus
 from rrfp.runtime.status_socket.report import JobReport

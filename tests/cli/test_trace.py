@@ -15,7 +15,7 @@ from cli.shell import rrfp
 
 from rrfp.costs import make_costs, write_costs
 from rrfp.lab.simulation import Simulation, simulate
-from rrfp.lab.traces.window import TimeWindow
+from rrfp.lab.traces.timeline import TimeWindow
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.spans import StepTrace
 
@@ -175,7 +175,7 @@ def test_a_timeline_shows_the_step_of_median_length_or_those_of_step(
         drawn.append(([title for title, _ in rows], window))
         assert file == picture
 
-    monkeypatch.setattr("rrfp.lab.traces.plot.plot_timelines", record)
+    monkeypatch.setattr("rrfp.lab.traces.timeline.plot_timelines", record)
     makespans = {simulated(step).makespan: step for step in range(4)}
     median = makespans[sorted(makespans)[1]]
     for options in ((), ("--step", "2", "--step", "0"), ("--step", "all", "--from", "10", "--to", "20.5")):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rrfp.testing.lane_checks import ALL_CHECKS, Check, SkippedError
-from rrfp.testing.lane_checks.makers import cuda_lane, lanes_named
+from rrfp.testing.lanes import lanes_named
 
 MAKERS: dict[str, Any] = {
     name + suffix: make_lane
@@ -37,6 +37,6 @@ async def test_lanes_keep_their_contract(make_lane: Any, check: Check) -> None:
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 async def test_the_lane_of_a_gpu_keeps_its_contract(check: Check) -> None:
     try:
-        await check(cuda_lane())
+        await check(lanes_named("cuda")[" (depth 2)"])
     except SkippedError as error:
         pytest.skip(str(error))

@@ -75,6 +75,6 @@ class KeepsIt(ThreadLane):
 async def test_a_wrong_lane_fails_a_check(
     lane: type[ThreadLane], check: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.testing.lane_checks.offers.PATIENCE_S", 0.5)
+    monkeypatch.setattr("rrfp.testing.lane_checks.calls.PATIENCE_S", 0.5)
     with pytest.raises(AssertionError, match=message):
         await CHECKS[check](made_by(lambda stage: lane()))

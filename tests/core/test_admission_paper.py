@@ -8,7 +8,7 @@ from core_script import Script, T
 from rrfp.core.ready_set import DrainOrder, ForcedOrder
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
-from rrfp.hints.priority import BackwardPriority, ForwardPriority
+from rrfp.hints.priorities import BackwardPriority, ForwardPriority
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement

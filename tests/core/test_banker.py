@@ -10,7 +10,7 @@ from core_script import Script, T
 
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.lab.explore.search import explore
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph

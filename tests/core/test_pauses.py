@@ -11,7 +11,7 @@ from rrfp.core.group_step import GroupMembership
 from rrfp.core.step import SHORTEST_ANNOUNCED_S
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId, Task
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rrfp import View
 from rrfp.core import events as ev
 from rrfp.core.events import ChunkReduced
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.memory.admission import Limit
 from rrfp.memory.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.model.graph import TaskGraph

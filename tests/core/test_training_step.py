@@ -7,7 +7,7 @@ from core_script import Script, T
 
 from rrfp.core.events import Aborted, Arrived, ChunkReduced, Event, FinishStep, ReduceChunk, Release, Send
 from rrfp.errors import Origin
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode, StepId

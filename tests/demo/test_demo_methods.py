@@ -9,8 +9,7 @@ import pytest
 from cli.shell import rrfp
 
 from rrfp.errors import ConfigError
-from rrfp.lab.demo.methods import METHODS, DemoMethod, demo_methods
-from rrfp.lab.demo.settings import DemoSettings
+from rrfp.lab.demo.settings import METHODS, DemoMethod, DemoSettings, demo_methods
 
 PLUGINS = """
 from rrfp import Hint

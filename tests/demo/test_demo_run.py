@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from batches import long
 
-from rrfp.lab.demo.methods import METHODS
+from rrfp.lab.demo.settings import METHODS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 import rrfp
-from rrfp.commands.top_rows import rows
-from rrfp.commands.top_table import table_of
+from rrfp.commands.top import rows, table_of
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import B, Task
 from rrfp.runtime.stall.status import JobStatus

@@ -21,11 +21,11 @@ from rrfp.costs import make_costs, read_costs
 from rrfp.costs import to_json as to_json_text
 from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.method_options import _named_or_read_schedule
+from rrfp.lab.commands.trace import RunReport
 from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.sweep.experiment import named_or_read_schedule
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
-from rrfp.lab.traces.report import RunReport
 from rrfp.memory.measured import Largest, Measured, Spent
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
@@ -37,7 +37,7 @@ from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 #: A file that is read a thousand times a second belongs into memory.
-_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 M = 3
 
@@ -47,7 +47,7 @@ def in_a_file(read: Callable[[Path], object], name: str) -> Callable[[], Abstrac
 
     @contextmanager
     def open_() -> Iterator[Decode]:
-        with TemporaryDirectory(dir=_MEMORY) as folder:
+        with TemporaryDirectory(dir=MEMORY) as folder:
             path = Path(folder) / name
 
             def decode(case: bytes) -> object:
@@ -100,7 +100,7 @@ def _as_csv(tree: Any) -> bytes:
 
 
 def _read_schedule(path: Path) -> object:
-    schedule = _named_or_read_schedule(str(path))
+    schedule = named_or_read_schedule(str(path))
     assert isinstance(schedule, CsvSchedule)
     refused = list[ConfigError]()
     for graph in _GRAPHS:
@@ -145,7 +145,7 @@ def _trace_files() -> list[Any]:
 
 
 def _trace_file(random: Random) -> Any:
-    with TemporaryDirectory(dir=_MEMORY) as folder:
+    with TemporaryDirectory(dir=MEMORY) as folder:
         path = f"{folder}/trace.json"
         run = ChromeRun("pipeline", range(2), _steps(random), 0.0)
         clocks = [{"host": "a", "ranks": [0], "seconds": 0.0, "error_s": 1e-5}] * random.choice((0, 2))

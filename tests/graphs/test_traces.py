@@ -21,10 +21,10 @@ from rrfp.lab.generators.multimodal import multimodal_costs
 from rrfp.lab.simulation import simulate
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs, traced_step
-from rrfp.lab.traces.plot import draw_timelines
+from rrfp.lab.traces.timeline import draw_timelines
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Kind
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.spans import skips
 

@@ -10,10 +10,14 @@ from core_script import Script, T
 from rrfp import Hint
 from rrfp.core.events import ChunkReduced
 from rrfp.errors import ConfigError
-from rrfp.hints.alternating import BackwardForward, BackwardForwardWeight, ForwardBackward
-from rrfp.hints.priority import BackwardPriority, ForwardPriority
-from rrfp.hints.registry import create_hint, create_strict, hint_factory, hint_names
-from rrfp.hints.schedule import ScheduleHint, Strict
+from rrfp.hints.priorities import (
+    BackwardForward,
+    BackwardForwardWeight,
+    BackwardPriority,
+    ForwardBackward,
+    ForwardPriority,
+)
+from rrfp.hints.registry import ScheduleHint, Strict, create_hint, create_strict, hint_factory, hint_names
 from rrfp.model.graph import TaskGraph
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Mode, StepId

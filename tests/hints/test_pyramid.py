@@ -12,7 +12,7 @@ from rrfp.core import events as ev
 from rrfp.core.ready_set import ReadySet
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.hints.pyramid import LENGTH_PER_STAGE, Pyramids, bfw_pyramid, pyramids, slot_aware_pyramid
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.hints.slot_aware import SlotAware

@@ -11,8 +11,7 @@ from sim.adversaries import holding_back
 
 from rrfp import Hint
 from rrfp.core.events import Run
-from rrfp.hints.alternating import BackwardForward
-from rrfp.hints.priority import ForwardPriority
+from rrfp.hints.priorities import BackwardForward, ForwardPriority
 from rrfp.hints.pyramid import Pyramids
 from rrfp.hints.registry import HINTS, create_hint
 from rrfp.hints.slot_aware import SlotAware

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.callbacks import (
-    Aborted,
     Callback,
     Event,
+    RunAborted,
     RunBegun,
     RunEnded,
     Stall,
@@ -74,7 +74,7 @@ class Notes(Callback):
     def stall(self, event: Stall) -> None:
         self._note("stall", event)
 
-    def aborted(self, event: Aborted) -> None:
+    def aborted(self, event: RunAborted) -> None:
         self._note("aborted", event)
 
     def run_ended(self, event: RunEnded) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.model.mesh import Mesh
 
 
@@ -55,7 +55,7 @@ def test_one_rank_of_several_shows_its_stage_and_where_stages_have_several_ranks
     def shown(topology: rrfp.Topology) -> str:
         return repr(rrfp.Pipeline(nn.Linear(2, 2), topology=topology, hint=BackwardForward, limit=3))
 
-    method = "hint rrfp.hints.alternating.BackwardForward, limit 3"
+    method = "hint rrfp.hints.priorities.BackwardForward, limit 3"
     assert shown(rrfp.Topology(1, 4)) == f"<Pipeline: stage 1 of 4, {method}, not entered>"
     grouped = rrfp.Topology(1, 2, member=1, mesh=Mesh((("pp", 2), ("tp", 2)), coordinate=("tp",)))
     assert shown(grouped) == f"<Pipeline: rank 3 of 4 (stage 1 of 2), {method}, not entered>"

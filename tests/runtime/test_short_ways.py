@@ -71,7 +71,7 @@ def watched() -> Iterator[Ways]:
         yield ways
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def one_rank() -> None:

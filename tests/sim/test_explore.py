@@ -10,11 +10,10 @@ import pytest
 from rrfp.core import events as ev
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.lab.explore.cases import Unreserved
 from rrfp.lab.explore.graph_cases import random_skips
-from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, _Explorer, explore
-from rrfp.lab.explore.stage import StageProblem
+from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, StageProblem, _Explorer, explore
 from rrfp.memory.admission import Admission, AdmissionRule, Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement

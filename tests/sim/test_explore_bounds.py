@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.lab.explore.bounds import Bounds, bounds_of
-from rrfp.lab.explore.cases import ChainCase, Explored, explored
+from rrfp.lab.explore.cases import Bounds, ChainCase, Explored, bounds_of, explored
 from rrfp.model.placement import Layout, Placement
 from rrfp.model.tasks import Mode
 

@@ -20,7 +20,7 @@ from batches import long
 from rrfp import Hint, View
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
-from rrfp.hints.alternating import BackwardForward, ForwardBackward
+from rrfp.hints.priorities import BackwardForward, ForwardBackward
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph

@@ -12,7 +12,6 @@ from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
-from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.faults.faults import Death, Delay, Duplicate, Fault, GroupMessageId, Lose, MessageId, Pause, Swap
 from rrfp.lab.faults.scenario import Parallelism, Scenario
 from rrfp.memory.admission import Limit
@@ -28,12 +27,9 @@ def grouped(*faults: Fault, parallelism: Parallelism = LED, steps: Any = ((TRAIN
     return replace(scenario(*faults, graph=TaskGraph.chain(stages), steps=steps), parallelism=parallelism)
 
 
-def rank(stage: int, member: int, parallelism: Parallelism = LED, replica: int = 0) -> Rank:
-    (found,) = [
-        r
-        for r in ranks_of(2, parallelism.replicas, parallelism.members)
-        if (r.stage, r.replica, r.member) == (stage, replica, member)
-    ]
+def rank(stage: int, member: int, parallelism: Parallelism = LED, replica: int = 0) -> Any:
+    ranks = grouped(parallelism=parallelism).ranks
+    (found,) = [r for r in ranks if (r.stage, r.replica, r.member) == (stage, replica, member)]
     return found
 
 

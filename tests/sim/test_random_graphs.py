@@ -10,8 +10,7 @@ from batches import batches
 from sim.adversaries import ADVERSARIES, holding_back, random_limit
 
 from rrfp import Hint, View
-from rrfp.hints.alternating import BackwardForward
-from rrfp.hints.priority import ForwardPriority
+from rrfp.hints.priorities import BackwardForward, ForwardPriority
 from rrfp.hints.registry import create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import Delivery, RandomRun

@@ -17,8 +17,7 @@ from rrfp.lab.simulation import simulate
 from rrfp.lab.sweep import runs
 from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
 from rrfp.lab.sweep.pool import run_all
-from rrfp.lab.sweep.rows import COLUMNS, SweepFile, SweepRow
-from rrfp.lab.sweep.runs import Skip, sweep
+from rrfp.lab.sweep.runs import COLUMNS, Skip, SweepFile, SweepRow, sweep
 from rrfp.lab.sweep.workloads import CostFile, Workload
 from rrfp.model.tasks import Task
 

@@ -18,7 +18,7 @@ from matplotlib.text import Text
 
 from rrfp.errors import ConfigError
 from rrfp.lab.sweep.plot import MOST_METHODS, draw_sweep, plot_sweep
-from rrfp.lab.sweep.rows import SweepRow
+from rrfp.lab.sweep.runs import SweepRow
 from rrfp.lab.sweep.summary import Spread, in_common, label, summarise, useless_limits, varied, why_useless
 
 HINT = SweepRow(

@@ -18,9 +18,8 @@ from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, Leader
-from rrfp.lab.cluster.result import GroupCounts, TensorParallelResult
-from rrfp.lab.cluster.simulation import run_tensor_parallel
+from rrfp.lab.cluster.coordination import Agreement, Coordination, GroupCounts, Independent, Leader
+from rrfp.lab.cluster.simulation import TensorParallelResult, run_tensor_parallel
 from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
@@ -243,7 +242,7 @@ class IgnoresItsLimit(StageCore):
 def test_groups_are_checked_by_what_never_asks_their_cores(
     coordination: Coordination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.lab.cluster.group_run.StageCore", IgnoresItsLimit)
+    monkeypatch.setattr("rrfp.lab.cluster.simulation.StageCore", IgnoresItsLimit)
     costs = make_costs("llm", 2, 4)
     with pytest.raises(AssertionError, match="holds 2 chunk tasks after starting F1@0, the most allowed is 1"):
         run_tensor_parallel(costs, rank_latencies(costs, "none", 2), bf, [Limit(1)] * 2, coordination)

@@ -11,7 +11,7 @@ from sim.tables import table
 from rrfp.costs import CostTable
 from rrfp.engine.engine import run
 from rrfp.errors import ConfigError
-from rrfp.hints.alternating import BackwardForward
+from rrfp.hints.priorities import BackwardForward
 from rrfp.memory.admission import Limit
 
 INSTANCES, QUICK = 1000, 250

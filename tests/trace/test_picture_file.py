@@ -9,7 +9,7 @@ import pytest
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.simulation import simulate
-from rrfp.lab.traces.plot import plot_timelines
+from rrfp.lab.traces.timeline import plot_timelines
 from rrfp.trace.spans import StepTrace
 
 BEGINNINGS = {"a.png": b"\x89PNG", "a.svg": b"<?xml", "a.pdf": b"%PDF", "A.SVG": b"<?xml"}

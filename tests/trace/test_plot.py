@@ -22,8 +22,7 @@ from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.simulation import simulate
-from rrfp.lab.traces.plot import draw_timelines, plot_timelines
-from rrfp.lab.traces.window import WHOLE, TimeWindow
+from rrfp.lab.traces.timeline import WHOLE, TimeWindow, draw_timelines, plot_timelines
 from rrfp.model.tasks import Kind, Task
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 
@@ -266,5 +265,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
 
 
 def test_importing_the_package_imports_neither_matplotlib_nor_a_backend() -> None:
-    code = "import sys, rrfp.lab.traces.plot, rrfp.lab.traces.report; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, rrfp.lab.traces.timeline, rrfp.lab.commands.trace; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,29 +15,21 @@ import transports.remote as remote
 import uvloop
 from batches import long
 from fork_server import fork_server
+from transports.checks import CHECKS
 
 from rrfp.errors import PeerLostError
 from rrfp.lab.simulated_transport import SimulatedTransport
-from rrfp.testing.checks import NotOfferedError, SkippedError
 from rrfp.testing.clock import run_virtual
 from rrfp.testing.transport_checks import (
-    ALL_CHECKS,
     Check,
     MakePair,
+    NotOfferedError,
     Pair,
     PairOptions,
+    SkippedError,
     check_codec,
     run_transport_checks,
 )
-from rrfp.testing.transport_checks.data import (
-    check_every_dtype,
-    check_large_tensor,
-    check_memory_layouts,
-    check_received_memory_is_its_own,
-)
-from rrfp.testing.transport_checks.ends import check_statistics
-from rrfp.testing.transport_checks.flow import check_cancelled_receive, check_fifo_per_channel
-from rrfp.testing.transport_checks.peers import check_silent_peer, check_three_ranks
 from rrfp.transports.base import Channel, Message
 
 # complex32 is experimental to torch, which says so once.
@@ -69,11 +61,10 @@ DIRECT = ("collective", "shm", "zmq-ipc", "auto-mixed")
 def combinations() -> Iterator[Any]:
     """Every check with every maker."""
     for maker in MAKERS:
-        for check in ALL_CHECKS:
-            name = check.__name__.removeprefix("check_")
+        for name, check in CHECKS.items():
             is_twin = maker in TWINS or (name.endswith("_directly") and maker not in DIRECT)
             marks = [pytest.mark.long] if is_twin else []
-            if check is check_statistics:
+            if name == "statistics":
                 marks.append(pytest.mark.allow_blocking(reason="it asks another thread while the loop stands still"))
             yield pytest.param(maker, check, id=f"{maker}-{name}", marks=marks)
 
@@ -86,12 +77,12 @@ async def test_contract(maker: str, check: Check) -> None:
 
 @pytest.mark.parametrize("maker", ["shm-process", long("cuda-ipc-process")])
 async def test_a_stopped_process_is_a_silent_peer(maker: str) -> None:
-    await check_silent_peer(MAKERS[maker])
+    await CHECKS["silent_peer"](MAKERS[maker])
 
 
-@pytest.mark.parametrize("check", [check_every_dtype, check_memory_layouts, check_received_memory_is_its_own])
-async def test_tensors_are_pulled_out_of_another_process(check: Check) -> None:
-    await check(MAKERS["cuda-ipc-process"])
+@pytest.mark.parametrize("check", ["every_dtype", "memory_layouts", "received_memory_is_its_own"])
+async def test_tensors_are_pulled_out_of_another_process(check: str) -> None:
+    await CHECKS[check](MAKERS["cuda-ipc-process"])
 
 
 #: What cannot be looked at: nothing travels as bytes there, or nothing can make a peer silent in one process.
@@ -151,9 +142,9 @@ def silenced(make: type[SimulatedTransport]) -> MakePair:
 
 
 def test_a_silent_peer_must_be_reported_and_only_once() -> None:
-    run_virtual(check_silent_peer(silenced(Impatient)))
+    run_virtual(CHECKS["silent_peer"](silenced(Impatient)))
     with pytest.raises(AssertionError, match="receive from a peer that fell silent raises PeerLostError: did not"):
-        run_virtual(check_silent_peer(silenced(SimulatedTransport)))
+        run_virtual(CHECKS["silent_peer"](silenced(SimulatedTransport)))
 
 
 def test_a_maker_that_makes_two_ranks_only_is_told_what_is_skipped() -> None:
@@ -161,7 +152,7 @@ def test_a_maker_that_makes_two_ranks_only_is_told_what_is_skipped() -> None:
         return makers.simulated()(replace(options, ranks=2))
 
     with pytest.raises(SkippedError, match=r"it does not read PairOptions\.ranks"):
-        run_virtual(check_three_ranks(make_pair))
+        run_virtual(CHECKS["three_ranks"](make_pair))
 
 
 class Lossy(SimulatedTransport):
@@ -174,15 +165,11 @@ class Lossy(SimulatedTransport):
 
 def test_a_check_that_waits_in_vain_says_which_messages_were_lost() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_virtual(dict(named_checks())["fifo_per_channel"](silenced(Lossy)))
+        run_virtual(CHECKS["fifo_per_channel"](silenced(Lossy)))
     lost = "output F2@0 on forward from rank"
     assert str(caught.value) == (
         f"all messages arrive: did not happen within 20 s; sent and not received: {lost} 0 to 1, {lost} 1 to 0"
     )
-
-
-def named_checks() -> Iterator[tuple[str, Check]]:
-    return ((check.__name__.removeprefix("check_"), check) for check in ALL_CHECKS)
 
 
 class Broken(SimulatedTransport):
@@ -192,10 +179,10 @@ class Broken(SimulatedTransport):
         raise TypeError("a slip of the pen")
 
 
-@pytest.mark.parametrize("check", [check_every_dtype, check_fifo_per_channel, check_three_ranks])
-def test_an_error_in_the_transport_itself_is_raised_in_place_of_the_message_that_does_not_come(check: Check) -> None:
+@pytest.mark.parametrize("check", ["every_dtype", "fifo_per_channel", "three_ranks"])
+def test_an_error_in_the_transport_itself_is_raised_in_place_of_the_message_that_does_not_come(check: str) -> None:
     with pytest.raises(TypeError, match="a slip of the pen") as caught:
-        run_virtual(check(silenced(Broken)))
+        run_virtual(CHECKS[check](silenced(Broken)))
     assert [entry.name for entry in caught.traceback][-1] == "send"
 
 
@@ -217,16 +204,16 @@ def test_contract_on_uvloop(maker: str) -> None:
 
 
 #: Give up waiting again and again without a pause: virtual time stands still meanwhile, and what is late never comes.
-SPINNING = (check_large_tensor, check_cancelled_receive)
+SPINNING = ("large_tensor", "cancelled_receive")
 
 
 @pytest.mark.parametrize(
     ("maker", "check"),
     [
-        pytest.param(maker, check, id=f"{maker}-{check.__name__.removeprefix('check_')}")
+        pytest.param(maker, check, id=f"{maker}-{name}")
         for maker in ("inproc", "simulated", "simulated-late")
-        for check in ALL_CHECKS
-        if maker != "simulated-late" or check not in SPINNING
+        for name, check in CHECKS.items()
+        if maker != "simulated-late" or name not in SPINNING
     ],
 )
 def test_contract_in_virtual_time(maker: str, check: Check) -> None:

@@ -11,20 +11,21 @@ import torch
 import transports.makers as makers
 from compute.separate_double import CountingDouble, SeparateDouble, check_races, closing, put
 from torch import Tensor
+from transports.checks import CHECKS
 from transports.on_device import CpuOnlyInproc, over
 from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double import DoubleEvent
 from rrfp.testing.order import reordered
-from rrfp.testing.transport_checks import Check, PairOptions
-from rrfp.testing.transport_checks.data import check_every_dtype, check_large_tensor, check_memory_layouts
-from rrfp.testing.transport_checks.flow import check_fifo_per_channel
+from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, running, soon, stays_pending
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.staged import DEVICES, StagedTransport, staged
+from rrfp.transports.tunnel.announcements import DEVICES
+from rrfp.transports.tunnel.transport import StagedTransport, staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 
@@ -62,7 +63,7 @@ async def test_a_rank_on_the_cpu_talks_to_one_on_a_device(
 
 def test_what_carries_the_device_is_not_wrapped() -> None:
     (context, _), device = makers.contexts(), SeparateDouble()
-    with_device = replace(context, copies=StreamCopies(device))
+    with_device = replace(context, copies=DeviceCopies(device, StreamLane))
     inproc = InprocTransport(with_device)
     assert staged(inproc, with_device.copies) is inproc
     assert staged(ZmqTransport(context), None).carries == {"cpu"}
@@ -147,14 +148,14 @@ async def test_staged_memory_is_bounded_on_both_sides(make: MakeTransport) -> No
         assert 0 < devices[1].peak <= 2 * size
 
 
-@pytest.mark.parametrize("check", [check_every_dtype, check_memory_layouts, check_large_tensor, check_fifo_per_channel])
+@pytest.mark.parametrize("check", ["every_dtype", "memory_layouts", "large_tensor", "fifo_per_channel"])
 @pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport])
 async def test_copies_whose_events_are_not_waited_for_fail_the_suite(
-    make: MakeTransport, check: Check, monkeypatch: pytest.MonkeyPatch
+    make: MakeTransport, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DoubleEvent, "synchronize", lambda event: None)
     with pytest.raises(AssertionError, match=r"the values differ|a tensor is another's"):
-        await check(over(make, lambda: SeparateDouble(5.0), is_shared=make is InprocTransport))
+        await CHECKS[check](over(make, lambda: SeparateDouble(5.0), is_shared=make is InprocTransport))
 
 
 async def test_over_inproc_device_tensors_do_not_touch_host_memory() -> None:
@@ -175,22 +176,23 @@ async def test_between_two_devices_of_one_process_tensors_do_not_touch_host_memo
     assert devices[0].peak == devices[1].peak == 0
 
 
-def test_messages_without_device_tensors_pass_as_they_are() -> None:
-    (context, _), sent = makers.contexts(), []
+async def test_messages_without_device_tensors_pass_as_they_are() -> None:
+    sent: list[Message] = []
 
-    class Recording(InprocTransport):
+    class Recording(CpuOnlyInproc):
         async def send(self, peer: int, message: Message) -> None:
             sent.append(message)
 
-    message = data(torch.ones(2), None)
-    asyncio.run(StagedTransport(Recording(context), StreamCopies(SeparateDouble())).send(1, message))
-    assert sent[0] is message
+    async with ends(Recording) as pair:
+        message = data(torch.ones(2), None)
+        await pair.left.send(1, message)
+        assert sent[0] is message
 
 
 async def test_three_ranks_of_which_one_computes_on_the_cpu() -> None:
     device = SeparateDouble()
     contexts = makers.contexts(PairOptions(ranks=3))
-    copies = [None, StreamCopies(device), StreamCopies(device)]
+    copies = [None, DeviceCopies(device, StreamLane), DeviceCopies(device, StreamLane)]
     ranks = [InprocTransport(replace(c, copies=own)) for c, own in zip(contexts, copies, strict=True)]
     async with closing([device]), makers.started(*ranks):
         for receiver in (0, 2):

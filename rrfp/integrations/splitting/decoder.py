@@ -30,21 +30,21 @@ INPUTS = frozenset({"input_ids", "inputs_embeds"})
 
 
 class PassingLayer(nn.Module):
-    """Stands where another part has a layer, a dropout or a norm. The layers keep their places in their list."""
+    """Stands for another part's layer, dropout or norm, in its place."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return hidden_states
 
 
 class NoOffset(nn.Module):
-    """Stands where the first part has position embeddings that it has added already."""
+    """Stands for position embeddings that the first part has added."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
 
 
 class AbsentModule(nn.Module):
-    """Stands for a module of another part that this part must not call."""
+    """Stands for a module that this part must not call."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError("this part of the model has no such module: the whole model was not cut by a rule that fits")
@@ -98,7 +98,7 @@ class DecoderPart(nn.Module):
         return output.last_hidden_state, options, list(output.get("router_logits") or ())
 
     def _run(self, routers: Sequence[Tensor], **options: Any) -> Any:
-        """The output of the model, or of its base model in all parts but the last."""
+        """The output of the model, or of its base in earlier parts."""
         base = self._model.get_submodule(self._base)
 
         def with_earlier(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -116,7 +116,7 @@ class DecoderPart(nn.Module):
                 handle.remove()
 
     def _tell_of_packing(self, options: Mapping[str, Any]) -> None:
-        """Say once that packed sequences are masked from each other, as in the whole model only without a cache."""
+        """Say once that packed sequences are masked from each other."""
         if self._has_told_of_packing or options.get("attention_mask") is not None:
             return
         positions = options.get("position_ids")
@@ -154,7 +154,7 @@ _StandIn = Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayout:
-    """The children of a base model, by name, in the order in which they run."""
+    """The children of a base model by name, as they run."""
 
     #: Those ahead of the layers, with their stand-ins in parts that receive hidden states.
     before: Mapping[str, _StandIn]
@@ -220,38 +220,38 @@ def _check_plan(model: Any, plan: Mapping[str, Any], layers: str) -> None:
 
 
 def _is_of_library(model: Any) -> bool:
-    """Whether the class is the library's own: a subclass may have another forward."""
+    """Whether the class is the library's own, not a subclass."""
     return type(model).__module__.startswith("transformers.models.")
 
 
 @dataclass(frozen=True, slots=True)
 class CausalLoss:
-    """A causal language model's own loss, with the auxiliary loss of its routers where the output has one."""
+    """A causal language model's own loss, with its routers' if any."""
 
     loss: Callable[..., Tensor]
     vocabulary: int
     auxiliary_weight: float
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
-        """The mean over the labels that are not -100; each is predicted by the token before."""
+        """The mean over labels that are not -100."""
         loss = self.loss(logits=output.logits, labels=labels, vocab_size=self.vocabulary)
         auxiliary = getattr(output, "aux_loss", None)
         return loss if auxiliary is None else loss + self.auxiliary_weight * auxiliary.to(loss.device)
 
 
 class LayeredDecoder(Layered):
-    """A decoder of transformers: a bare one, or one with a head for causal language modelling."""
+    """A decoder of transformers, bare or for causal language modelling."""
 
     model: Any
 
     def __init__(self, model: Any) -> None:
-        self._anatomy = anatomy = DecoderLayout.of(model)
+        self._layout = layout = DecoderLayout.of(model)
         self.model, base = model, model.base_model
         self._base = next(name for name, module in model.named_modules() if module is base)
-        head = [name for name in anatomy.head if self._base and hasattr(model, name)]
-        self.before = [getattr(base, name) for name in anatomy.before]
-        self.layers = list(getattr(base, anatomy.layers))
-        self.after = [*(getattr(base, name) for name in anatomy.after), *(getattr(model, name) for name in head)]
+        head = [name for name in layout.head if self._base and hasattr(model, name)]
+        self.before = [getattr(base, name) for name in layout.before]
+        self.layers = list(getattr(base, layout.layers))
+        self.after = [*(getattr(base, name) for name in layout.after), *(getattr(model, name) for name in head)]
         self._check_covered()
         self._check_positions()
         for field in ("output_hidden_states", "output_attentions"):
@@ -282,21 +282,21 @@ class LayeredDecoder(Layered):
         return Sample({"input_ids": tokens, "attention_mask": mask}, labels)
 
     def _part(self, start: int, stop: int) -> nn.Module:
-        """A copy of the model that shares parameters and saved buffers, with stand-ins for what is not its own."""
+        """A copy that shares parameters, with stand-ins for other parts."""
         is_first, is_last = start == 0, stop == len(self.layers)
         memo: dict[int, Any] = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
         for index, layer in enumerate(self.layers):
             if not start <= index < stop:
                 memo[id(layer)] = PassingLayer()
         if not is_first:
-            stand_ins = self._anatomy.before.values()
+            stand_ins = self._layout.before.values()
             memo |= {id(module): stand_in() for module, stand_in in zip(self.before, stand_ins, strict=True)}
         if not is_last:
-            norms = len(self._anatomy.after)
+            norms = len(self._layout.after)
             memo |= {id(module): PassingLayer() for module in self.after[:norms]}
             memo |= {id(module): AbsentModule() for module in self.after[norms:]}
         part = copy.deepcopy(self.model, memo)
-        return DecoderPart(part, self._base, is_first, is_last, self._anatomy.first_inputs)
+        return DecoderPart(part, self._base, is_first, is_last, self._layout.first_inputs)
 
     def _check_positions(self) -> None:
         """Raise a ConfigError for rotary embeddings whose frequencies depend on earlier microbatches."""
@@ -313,7 +313,7 @@ class LayeredDecoder(Layered):
                     )
 
     def _check_covered(self) -> None:
-        """Raise a ConfigError for parameters that are in no layer and in nothing that the plan names."""
+        """Refuse parameters outside the layers and the plan."""
         pieces = [*self.before, *self.layers, *self.after]
         covered = {id(parameter) for piece in pieces for parameter in piece.parameters()}
         names = [name for name, parameter in self.model.named_parameters() if id(parameter) not in covered]

@@ -1,14 +1,19 @@
-"""A model as a chain of layers that can be cut between any two: what `rrfp.split` needs to know of one."""
+"""A model as a chain of layers, and where to cut it: as the caller says, or balanced by a cost of each layer."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from rrfp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Sample:
 
 
 class Layered(ABC):
-    """See the module's docstring."""
+    """A model as a chain of layers, cut between any two."""
 
     #: The whole model.
     model: nn.Module
@@ -55,17 +60,17 @@ class Layered(ABC):
         """
 
     def run(self, sample: Sample) -> tuple[Any, Tensor | None]:
-        """The whole model's output, and its own loss, if it has one and the sample a target."""
+        """The whole model's output, and its own loss if it can."""
         return sample.call(self.model), None
 
     @abstractmethod
     def sample(self) -> Sample | None:
-        """A tiny batch, the same in every call; None where only the caller knows one."""
+        """A tiny constant batch; None where only the caller knows one."""
 
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Puts all modules of ``models`` into eval mode for a while: no dropout, and no statistics are written."""
+    """All modules in eval mode: no dropout, no statistics written."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -82,3 +87,130 @@ def tensors_of(value: Any) -> list[Tensor]:
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return [tensor for item in items for tensor in tensors_of(item)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """What each piece of a model costs, in any unit."""
+
+    #: Of all that is ahead of the first layer.
+    before: float
+    #: The cost of each layer.
+    layers: Sequence[float]
+    #: Of all that is behind the last layer.
+    after: float
+
+    @classmethod
+    def of_parameters(cls, layered: Layered) -> LayerCosts:
+        """The numbers of parameters; shared ones count in each piece."""
+        layers = [_count([layer]) for layer in layered.layers]
+        return cls(_count(layered.before), layers, _count(layered.after))
+
+    def balanced(self, parts: int) -> tuple[int, ...]:
+        """The cuts whose dearest part is cheapest; of equals, the most even."""
+        count, sums = len(self.layers), [0.0, *accumulate(self.layers)]
+
+        def cost(start: int, stop: int) -> float:
+            ends = (self.before if start == 0 else 0) + (self.after if stop == count else 0)
+            return sums[stop] - sums[start] + ends
+
+        # By the number of layers in the parts so far: the dearest part, the sum of squares, and the cuts.
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {
+            stop: (cost(0, stop), cost(0, stop) ** 2, ()) for stop in range(1, count + 1)
+        }
+        for _ in range(parts - 1):
+            best = {
+                stop: min(
+                    (max(dearest, cost(start, stop)), squares + cost(start, stop) ** 2, (*cuts, start))
+                    for start, (dearest, squares, cuts) in best.items()
+                    if start < stop
+                )
+                for stop in range(min(best) + 1, count + 1)
+            }
+        return best[count][2]
+
+
+def check_cuts(cuts: Any, layers: int, parts: int) -> tuple[int, ...]:
+    """The caller's ``cuts``, if each part has a layer or more."""
+    numbers = f"{parts - 1} layer number{'s' * (parts != 2)} in 1..{layers - 1}"
+    wanted = f"{numbers}, ascending: the first layer of each part but the first"
+    if not isinstance(cuts, list | tuple) or any(type(cut) is not int for cut in cuts):
+        raise ConfigError(f"cuts is {cuts!r:.100}, must be 'parameters', 'times' or a list of {wanted}")
+    if len(cuts) != parts - 1 or list(cuts) != sorted({*cuts} & {*range(1, layers)}):
+        raise ConfigError(f"cuts is {list(cuts)}, must be {wanted}")
+    return tuple(cuts)
+
+
+def _count(modules: Sequence[nn.Module]) -> int:
+    parameters = {id(each): each.numel() for module in modules for each in module.parameters()}
+    return sum(parameters.values())
+
+
+#: Each layer runs so often; the shortest time counts.
+REPEATS = 3
+
+
+def measure(layered: Layered, sample: Sample) -> LayerCosts:
+    """Seconds of each layer's forward and backward, in eval mode."""
+    with torch.random.fork_rng(), evaluating(layered.model):
+        calls = _calls(layered, sample)
+
+        def seconds(modules: Sequence[nn.Module]) -> float:
+            return sum(_seconds(module, *calls[module]) for module in modules if module in calls)
+
+        return LayerCosts(
+            seconds(layered.before), [seconds([layer]) for layer in layered.layers], seconds(layered.after)
+        )
+
+
+#: By module, the positional and keyword arguments of its first call.
+_Calls = dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _calls(layered: Layered, sample: Sample) -> _Calls:
+    calls: _Calls = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (args, kwargs))
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in {*layered.before, *layered.layers, *layered.after}:
+            stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        layered.run(sample)
+    return calls
+
+
+def _seconds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    args = tuple(_learning(value) for value in args)
+    kwargs = {name: _learning(value) for name, value in kwargs.items()}
+    wanted = [tensor for tensor in (*tensors_of((args, kwargs)), *module.parameters()) if tensor.requires_grad]
+    times = []
+    with torch.enable_grad():
+        for _ in range(REPEATS):
+            with _timed(wanted) as taken:
+                outputs = [tensor for tensor in tensors_of(module(*args, **kwargs)) if tensor.requires_grad]
+                if outputs:
+                    ones = [torch.ones_like(tensor) for tensor in outputs]
+                    torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+            times += taken
+    return min(times)
+
+
+def _learning(value: Any) -> Any:
+    """A floating tensor as a leaf that requires grad; others unchanged."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+@contextmanager
+def _timed(tensors: Sequence[Tensor]) -> Iterator[list[float]]:
+    taken: list[float] = []
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    for device in devices:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    yield taken
+    for device in devices:
+        torch.cuda.synchronize(device)
+    taken.append(time.perf_counter() - start)

@@ -1,26 +1,25 @@
 """`rrfp.split`: a whole model into the modules of its pipeline stages."""
 
-from __future__ import annotations
-
+import math
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
-from rrfp.integrations.splitting.cuts import LayerCosts, check_cuts, measure
-from rrfp.integrations.splitting.layered import Layered, Sample
-from rrfp.integrations.splitting.self_check import check_parts
+from rrfp.integrations.splitting.layered import LayerCosts, Layered, Sample, check_cuts, evaluating, measure, tensors_of
 from rrfp.integrations.splitting.stages import Split
+from rrfp.plain import flag, or_none, whole
 
 
 class SequentialPart(nn.Sequential):
-    """Some blocks of a chain, under the names that they have in the whole."""
+    """Some blocks of a chain, under the names of the whole."""
 
     def __init__(self, blocks: OrderedDict[str, nn.Module], *, is_last: bool) -> None:
         super().__init__(blocks)
@@ -36,13 +35,13 @@ class SequentialPart(nn.Sequential):
 
 
 class LayeredSequential(Layered):
-    """A chain of blocks, each called with the output of the block before.
+    """A chain of blocks, each called with the output of the block before."""
 
-    Args:
-        model: an ``nn.Sequential``, ``nn.ModuleList``, or list or tuple of modules.
-    """
-
-    def __init__(self, model: nn.Sequential | nn.ModuleList | Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        # An ``nn.Sequential``, ``nn.ModuleList``, or list or tuple of modules.
+        model: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
+    ) -> None:
         if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
             raise ConfigError(
                 f"model is a {type(model).__name__} with a forward of its own, must be an nn.Sequential that calls its "
@@ -123,8 +122,7 @@ def split(
             f"stages is {stages}, with {layout.chunks} chunk{plural} each: must make at most {count} "
             f"part{'s' * (count != 1)}, one for each layer"
         )
-    if check is not None and type(check) is not bool:
-        raise ConfigError(f"check is {check!r}, must be True, False or None")
+    or_none(flag, "check", check)
     batch = layered.sample() if sample is None else Sample(sample)
     if cuts is None or isinstance(cuts, str):
         chosen = _balanced(layered, virtual_stages, cuts or "parameters", batch)
@@ -152,9 +150,7 @@ def _layered(model: Any) -> Layered:
 
 
 def _layout(stages: Any, placement: Any, chunks: Any, cuts: Any) -> Placement:
-    for field, value in (("stages", stages), ("chunks", chunks)):
-        if not (type(value) is int and value >= 1) and not (field == "chunks" and value is None):
-            raise ConfigError(f"{field} is {value!r}, must be an integer >= 1")
+    stages, chunks = whole("stages", stages, 1), or_none(whole, "chunks", chunks, 1)
     if chunks is None:
         chunks = 2 if placement == "v" else 1
         if isinstance(cuts, list | tuple) and (len(cuts) + 1) % stages == 0:
@@ -186,3 +182,87 @@ def _needed(layered: Layered, sample: Sample | None, reason: str) -> Sample:
     if any(parameter.is_meta for parameter in layered.model.parameters()):
         raise ConfigError(f"model is on the meta device, must have weights: {reason} needs them")
     return sample
+
+
+#: The largest deviation allowed, in units of the dtype's epsilon times the largest entry. Both sides run the same
+#: operations; only sums of gradients of a tensor that is used more than twice may be added in another order.
+TOLERANCE = 32
+
+
+def check_parts(layered: Layered, parts: Sequence[nn.Module], sample: Sample) -> None:
+    """Compare the parts' output and gradients with the whole's, in eval mode."""
+    # Needs memory for two gradients of each parameter; writes no ``.grad``.
+    learning = {name: each for name, each in layered.model.named_parameters() if each.requires_grad}
+    with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):
+        output, loss = layered.run(sample)
+        wanted = _results(output, loss, learning)
+        output = _output(layered, parts, sample)
+        if loss is not None and layered.loss_fn is not None:
+            loss = layered.loss_fn(output, sample.target)
+        actual = _results(output, loss, learning)
+    deviations = {name: _deviation(actual.get(name), tensor) for name, tensor in wanted.items()}
+    worst = max(deviations, key=lambda name: deviations[name], default=None)
+    if worst is not None and deviations[worst] > 1:
+        raise ConfigError(
+            f"model is a {type(layered.model).__name__} whose parts do not compute what the whole computes: the "
+            f"{worst} deviates by {_size(actual.get(worst), wanted[worst])}; it must be cut by hand"
+        )
+
+
+def _output(layered: Layered, parts: Sequence[nn.Module], sample: Sample) -> Any:
+    try:
+        return sample.call(*parts)
+    except Exception as error:
+        raise ConfigError(
+            f"model is a {type(layered.model).__name__} whose parts do not run one after the other "
+            f"({type(error).__name__}: {error}); it must be cut by hand"
+        ) from error
+
+
+#: Tensors by name: outputs and gradients.
+_Results = dict[str, Tensor | None]
+
+
+def _results(output: Any, loss: Tensor | None, parameters: Mapping[str, nn.Parameter]) -> _Results:
+    """Floating outputs, the loss, and gradients of it or of squares."""
+    named = output.items() if isinstance(output, Mapping) else [("", output)]
+    outputs = {
+        f"output {name}".strip() + (f"[{index}]" if index else ""): tensor
+        for name, value in named
+        for index, tensor in enumerate(tensors_of(value))
+        if tensor.is_floating_point()
+    }
+    results: _Results = {name: tensor.detach() for name, tensor in outputs.items()}
+    if loss is None:
+        loss = torch.stack([tensor.square().sum() for tensor in outputs.values()]).sum()
+    else:
+        results["loss"] = loss.detach()
+    if not parameters or not loss.requires_grad:
+        return results
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return results | {f"gradient of {name}": each for name, each in zip(parameters, gradients, strict=True)}
+
+
+def _deviation(actual: Tensor | None, wanted: Tensor | None) -> float:
+    """How far apart two tensors are, in units of what is allowed."""
+    if actual is None or wanted is None:
+        return 0.0 if actual is wanted else math.inf
+    share = _share(actual, wanted)
+    return math.inf if math.isnan(share) else share / (TOLERANCE * torch.finfo(wanted.dtype).eps)
+
+
+def _share(actual: Tensor, wanted: Tensor) -> float:
+    """The largest difference, as a share of the largest entry of ``wanted``."""
+    if actual.shape != wanted.shape:
+        return math.inf
+    actual = actual.to(wanted.dtype)
+    if torch.allclose(actual, wanted, rtol=0, atol=0, equal_nan=True):
+        return 0.0
+    difference, largest = (float(each.abs().max()) for each in (actual - wanted, wanted))
+    return difference / largest if largest else math.inf
+
+
+def _size(actual: Tensor | None, wanted: Tensor | None) -> str:
+    if actual is None or wanted is None:
+        return "all of it: the parts have none" if actual is None else "all of it: the whole has none"
+    return f"{_share(actual, wanted):.1e} of its largest entry"

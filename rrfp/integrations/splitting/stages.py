@@ -124,7 +124,7 @@ class Split(Sequence[SplitStage]):
 
     @classmethod
     def of(cls, parts: Sequence[nn.Module], placement: Placement, cuts: tuple[int, ...], layered: Layered) -> Split:
-        """The stages that hold ``parts``, which are in the order of virtual stages."""
+        """The stages that hold ``parts``, in the order of virtual stages."""
         ties, loss_fn, stages = _ties(layered.model, parts), layered.loss_fn, []
         partition = f"{type(layered.model).__name__} of {len(layered.layers)} layers, cut at {list(cuts)}"
         layers = [range(*bounds) for bounds in pairwise((0, *cuts, len(layered.layers)))]
@@ -239,7 +239,7 @@ def _checked(states: Any) -> list[Mapping[str, Any]]:
 
 
 def _check_complete(parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ConfigError for stages of several splits, and for a stage that is missing if all say which they are."""
+    """Refuse stages of several splits, and a missing one if known."""
     marks = [(getattr(part, "_metadata", None) or {}).get(METADATA) for part in parts]
     known = [mark for mark in marks if mark is not None]
     splits = list(dict.fromkeys(f"{mark['partition']}, {mark['stages']} stages" for mark in known))

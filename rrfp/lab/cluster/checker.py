@@ -15,7 +15,7 @@ from rrfp.model.visits import Visits
 
 
 class MemoryChecker:
-    """Counts the slots (D) and bytes that one rank holds; ``most_bytes`` bounds the bytes, None does not."""
+    """Counts the slots (D) and bytes that one rank holds."""
 
     def __init__(self, graph: TaskGraph, stage: int, limit: Limit, most_bytes: int | None = None) -> None:
         self._graph = graph
@@ -52,7 +52,7 @@ class MemoryChecker:
         return wrong
 
     def complete(self, task: Task, num_bytes: int) -> str | None:
-        """``task`` has completed and left ``num_bytes``; returns what is wrong with what is held then, if anything."""
+        """``task`` has left ``num_bytes``; returns what is wrong with that, if anything."""
         self._keep(task, 0 if self._is_last(task) else num_bytes)
         held, wrong = self._num_bytes, None
         self.peak_bytes = max(self.peak_bytes, held)
@@ -70,7 +70,7 @@ class MemoryChecker:
         return self._slots + (self._excess if self._mode is Mode.TRAIN else 0)
 
     def consume(self, task: Task, reader: int | Task) -> None:
-        """Forward only: a stage, or a task here, is done with the output of ``task``."""
+        """Forward only: ``reader``, a stage or a task here, needs ``task`` no longer."""
         readers = self._readers.get(task)
         if readers is not None:
             readers.discard(reader)
@@ -83,7 +83,7 @@ class MemoryChecker:
         self._bytes[key] = num_bytes
 
     def _is_last(self, task: Task) -> bool:
-        """Whether a training step frees what a microbatch holds on a chunk with ``task``."""
+        """Whether a training step frees with ``task`` what its chunk holds."""
         return task.kind is self._last_kinds[task.virtual_stage]
 
     def _await_readers(self, task: Task) -> None:
@@ -105,7 +105,7 @@ class MemoryChecker:
 
 
 class RankChecker:
-    """Checks what one rank runs; ``visits_of`` says of each step what its microbatches visit, by default everything."""
+    """Checks what one rank runs."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RankChecker:
         self.memory.open(step, self._visits_of(step))
 
     def arrive(self, step: StepId, task: Task) -> None:
-        """The output of ``task``, which ran on another stage in ``step``, is here."""
+        """The output of ``task`` of another stage arrived, of ``step``."""
         if self._runs_here(task):
             self.object_to(f"received {task}, which runs here")
         elif step == self.step:
@@ -150,7 +150,7 @@ class RankChecker:
             self._early.setdefault(step.number, set()).add(task)
 
     def lacks(self, task: Task, step: StepId) -> list[Task]:
-        """The outputs of other stages that ``task`` needs in ``step`` and that have not arrived."""
+        """The outputs that ``task`` needs from other stages and has not got."""
         present = self._present if step == self.step else ()
         return [s for s in self._inputs(task, step) if s not in present and not self._runs_here(s)]
 

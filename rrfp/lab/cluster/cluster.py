@@ -1,8 +1,8 @@
-"""A simulated cluster: the real cores of all ranks of a job, joined together. It knows no time.
+"""A simulated cluster: the real cores of all ranks of a job, joined together.
 
 What a core asks for is done here: outputs, credits and messages inside groups become packets, tasks go to lanes, steps
 follow each other, and the checker of each rank sees it. A subclass adds time and a network: it says when a packet
-arrives and when a task ends. `rrfp.lab.cluster.group_run` simulates tensor-parallel groups on a cost table,
+arrives and when a task ends. `rrfp.lab.cluster.simulation` simulates tensor-parallel groups on a cost table,
 `rrfp.lab.cluster.random_run` lets anything happen in any order, `rrfp.lab.faults.cluster` lets things go wrong.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rrfp.arbiter.agreement import AgreementArbiter
 from rrfp.arbiter.arbiter import Arbiter
@@ -23,10 +23,67 @@ from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.usage import WaitCause
 from rrfp.lab.cluster.coordination import CoordinationName
-from rrfp.lab.cluster.node import TaskSlot
-from rrfp.lab.cluster.rank_group import NodeT, RankGroup
+from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.node import Node, TaskSlot
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.model.tasks import StepId, Task
+
+NodeT = TypeVar("NodeT", bound=Node)
+
+
+class RankGroup(Generic[NodeT]):
+    """The members, leader first."""
+
+    # Coupled, they begin a task when the last of them reaches it, as with collectives.
+
+    def __init__(self, nodes: Sequence[NodeT], *, coupled: bool) -> None:
+        self.nodes = nodes
+        self._coupled = coupled and len(nodes) > 1
+        #: By step: the order of the group; the first member to reach an index sets the task there.
+        self._orders: dict[int, list[Task]] = {}
+        #: By step and index in the order: the members whose lanes have reached it.
+        self._present: dict[tuple[int, int], list[NodeT]] = {}
+        self._waiting: list[NodeT] = []
+
+    def may_open(self, node: NodeT) -> bool:
+        """Whether all have opened the step before; else `take_waiting` returns it later."""
+        if all(other.num_opened >= node.num_opened for other in self.nodes):
+            return True
+        self._waiting.append(node)
+        return False
+
+    def take_waiting(self) -> list[NodeT]:
+        """Members that waited to open a step and now may."""
+        if not self._waiting:
+            return []
+        opened = min(node.num_opened for node in self.nodes)
+        free = [node for node in self._waiting if node.num_opened <= opened]
+        self._waiting = [node for node in self._waiting if node.num_opened > opened]
+        return free
+
+    def enqueue(self, node: NodeT, task: Task) -> Task | None:
+        """Returns the task that another member has at this index, if it differs."""
+        index = len(node.order)
+        node.order.append(task)
+        if len(self.nodes) == 1:
+            return None
+        order = self._orders.setdefault(node.step.number, [])
+        if index == len(order):
+            order.append(task)
+        return None if order[index] == task else order[index]
+
+    def reach(self, node: NodeT) -> Sequence[NodeT]:
+        """The lane reaches its next task; returns the members that begin theirs."""
+        index = node.num_begun
+        node.num_begun += 1
+        if not self._coupled:
+            return (node,)
+        present = self._present.setdefault((node.step.number, index), [])
+        present.append(node)
+        if len(present) < len(self.nodes):
+            return ()
+        return self._present.pop((node.step.number, index))
+
 
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage
@@ -41,18 +98,7 @@ class Envelope(NamedTuple):
 
 
 class Cluster(ABC, Generic[NodeT]):
-    """See the module's docstring.
-
-    Args:
-        nodes: the ranks, by number.
-        steps: the steps that each of them runs, in order.
-        members: ranks of a group.
-        depth: tasks enqueued and not complete, at most, a rank.
-        coordination: how the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
-        coupled: whether a task begins when the last member of a group reaches it.
-        takes_offers: whether lanes take offered tasks, where `may_offer` allows that.
-        sizes: how large each microbatch is, for hints that ask; None: unknown.
-    """
+    """All ranks of a job, joined together; without a clock or a network."""
 
     #: Whether followers report the bytes that tasks hold although no limit counts bytes.
     reports_all_bytes = False
@@ -63,10 +109,15 @@ class Cluster(ABC, Generic[NodeT]):
         steps: Sequence[StepId] = (),
         *,
         members: int = 1,
+        # Tasks enqueued and not complete, at most, a rank.
         depth: int = 1,
+        # How the ranks of a group agree on an order; None: each runs the tasks that its own core decides.
         coordination: CoordinationName | None = None,
+        # Whether a task begins when the last member of a group reaches it.
         coupled: bool = True,
+        # Whether lanes take offered tasks, where `may_offer` allows that.
         takes_offers: bool = False,
+        # How large each microbatch is, for hints that ask; None: unknown.
         sizes: tuple[float, ...] | None = None,
     ) -> None:
         self.nodes = tuple(nodes)
@@ -109,11 +160,11 @@ class Cluster(ABC, Generic[NodeT]):
 
     @abstractmethod
     def begin(self, nodes: Sequence[NodeT]) -> None:
-        """``nodes`` begin the first task on their lanes; `complete` ends it on each."""
+        """``nodes`` begin the first task on their lanes; `complete` ends it."""
 
     @abstractmethod
     def allow_step(self, nodes: Sequence[NodeT]) -> None:
-        """``nodes``, which waited for others of their group, may open their next step."""
+        """``nodes``, which waited for their group, may open their next step."""
 
     @abstractmethod
     def now(self) -> float:
@@ -141,12 +192,12 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, ev.ChunkReduced(virtual_stage))
 
     def finish_step(self, node: NodeT) -> None:
-        """``node`` has done its step: it must have run all of its tasks."""
+        """``node`` must have run all tasks of its step."""
         node.checker.finish(node.step)
         node.num_finished += 1
 
     def bytes_held(self, node: NodeT, task: Task) -> int:
-        """The bytes that ``task``, which has completed, leaves behind for its microbatch on ``node``."""
+        """The bytes that ``task`` leaves behind for its microbatch on ``node``."""
         return 0
 
     def output_bytes(self, node: NodeT, task: Task) -> int:
@@ -160,7 +211,7 @@ class Cluster(ABC, Generic[NodeT]):
         return self.groups[node.rank // self.members]
 
     def open_step(self, node: NodeT) -> None:
-        """``node`` opens its next step; its group must have opened the last one."""
+        """``node`` opens its next step, after its group has opened the last one."""
         step = self.steps[node.num_opened]
         node.open_step(step)
         if node.agreement is not None:
@@ -179,7 +230,7 @@ class Cluster(ABC, Generic[NodeT]):
         self.apply(node, event)
 
     def apply(self, node: NodeT, event: ev.Event) -> None:
-        """Apply ``event`` to the core of ``node``, and do what it asks for."""
+        """Apply ``event`` on ``node``, and do what its core asks for."""
         for instruction in node.core.apply(event):
             self.perform(node, instruction)
 
@@ -209,17 +260,17 @@ class Cluster(ABC, Generic[NodeT]):
             self._reach(node)
 
     def enqueued(self, node: NodeT, task: Task) -> None:
-        """The core of ``node`` hears that ``task`` was enqueued: now, or after its lane has begun what was offered."""
+        """The core hears of ``task``: now, or after the lane took an offer."""
         self.apply(node, ev.Enqueued(task))
 
     def take_offer(self, node: NodeT) -> None:
-        """The first task on the lane of ``node`` has returned. The lane begins an offered one; the core hears later."""
+        """A task has returned: the lane begins an offered one before its core hears."""
         if node.slot is not None and (task := node.slot.pop()) is not None:
             self._accept(node, task)
             node.lane.append(task)
 
     def _accept(self, node: NodeT, task: Task) -> None:
-        """``task`` must be one that may run now, here and on all followers of a leader."""
+        """``task`` must be one that may run now, on all followers too."""
         group = self.group_of(node)
         node.checker.enqueue(task)
         if node.leader_protocol is not None and node.rank.member == 0:
@@ -287,5 +338,24 @@ class Cluster(ABC, Generic[NodeT]):
         self.send(Envelope(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))
 
 
+class TimedCluster(Cluster[NodeT]):
+    """A cluster in virtual time; a subclass says how long things take."""
+
+    def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.queue = queue
+
+    def now(self) -> float:
+        """Virtual time."""
+        return self.queue.now
+
+    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
+        """After these seconds of virtual time."""
+        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
+
+    def _pause_over(self, rank: int, pause: int) -> None:
+        self.pause_over(self.nodes[rank], pause)
+
+
 def _ignore(cause: WaitCause) -> None:
-    """A simulated lane records no wait; the timeline asks the core for the cause."""
+    """Waits are not recorded: the timeline asks the core for the cause."""

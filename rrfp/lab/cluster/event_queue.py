@@ -10,22 +10,19 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from rrfp.lab.cluster.cluster import Cluster
-from rrfp.lab.cluster.rank_group import NodeT
-
 #: Called with the rank and the argument that were put into the queue.
 Handler = Callable[[int, Any], None]
 
 
 class EventQueue:
-    """Events of all ranks in order of time.
+    """Events of all ranks in order of time."""
 
-    Args:
-        availability: for ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
-            later while it stands still, never (None) once it has ended. None: all ranks are always there.
-    """
-
-    def __init__(self, availability: Callable[[int, float], float | None] | None = None) -> None:
+    def __init__(
+        self,
+        # For ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
+        # later while it stands still, never (None) once it has ended. None: all ranks are always there.
+        availability: Callable[[int, float], float | None] | None = None,
+    ) -> None:
         self.now = 0.0
         self.num_happened = 0
         self._availability = availability
@@ -39,11 +36,7 @@ class EventQueue:
         self._num_inserted += 1
 
     def instant(self) -> list[int] | None:
-        """Let everything of the next instant happen.
-
-        Returns:
-            The ranks that something happened to, ascending; None if nothing will ever happen again.
-        """
+        """Let the next instant happen; returns the ranks it touched, None at the end."""
         heap = self._heap
         if not heap:
             return None
@@ -62,22 +55,3 @@ class EventQueue:
             touched.add(rank)
             self.num_happened += 1
         return sorted(touched)
-
-
-class TimedCluster(Cluster[NodeT]):
-    """A simulated cluster in virtual time; a subclass says how long tasks and messages take."""
-
-    def __init__(self, queue: EventQueue, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.queue = queue
-
-    def now(self) -> float:
-        """Virtual time."""
-        return self.queue.now
-
-    def wake(self, node: NodeT, seconds: float, pause: int) -> None:
-        """After these seconds of virtual time."""
-        self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
-
-    def _pause_over(self, rank: int, pause: int) -> None:
-        self.pause_over(self.nodes[rank], pause)

@@ -37,20 +37,7 @@ class TaskSlot:
 
 
 class Node:
-    """One rank; the cluster makes its arbiter.
-
-    Attributes:
-        leader_protocol: its part in a group under a leader.
-        agreement: its arbiter, where the group agrees by proposals.
-        pauses: times its waits by choice; None where the group agrees by proposals.
-        lane: tasks enqueued, or begun from an offer, and not complete; the first runs once its group has begun it.
-        slot: for the task that is offered to its lane; None where lanes take no offers.
-        orders: for each step that it opened, the tasks in the order in which they were enqueued.
-        num_begun: how many tasks of this step its lane has reached.
-        num_finished: steps done.
-        origin: why it was aborted, if it was.
-        step_or_none: the step that it is in, or was in last; None before its first.
-    """
+    """One rank; the cluster makes its arbiter."""
 
     arbiter: Arbiter
 
@@ -58,14 +45,23 @@ class Node:
         self.rank = rank
         self.core = core
         self.checker = checker
+        #: Its part in a group under a leader.
         self.leader_protocol: LeaderProtocol | None = None
+        #: Its arbiter, where the group agrees by proposals.
         self.agreement: AgreementArbiter | None = None
+        #: Times its waits by choice; None where the group agrees by proposals.
         self.pauses: PauseTimer | None = None
+        #: Tasks enqueued, or begun from an offer, and not complete; the first runs once its group has begun it.
         self.lane: deque[Task] = deque()
+        #: For the task that is offered to its lane; None where lanes take no offers.
         self.slot: TaskSlot | None = None
+        #: For each step that it opened, the tasks in the order in which they were enqueued.
         self.orders: list[list[Task]] = []
+        #: How many tasks of this step its lane has reached.
         self.num_begun = self.num_finished = 0
+        #: Why it was aborted, if it was.
         self.origin: Origin | None = None
+        #: The step that it is in, or was in last; None before its first.
         self.step_or_none: StepId | None = None
 
     @property
@@ -81,7 +77,7 @@ class Node:
 
     @property
     def order(self) -> list[Task]:
-        """The tasks of this step, in the order in which they were enqueued."""
+        """The tasks of this step, as they were enqueued."""
         return self.orders[-1]
 
     @property

@@ -43,28 +43,7 @@ _LIKELY = (1.0, 1.0, 0.03)
 
 
 class RandomRun(Cluster[Node]):
-    """One pipeline, run to its end with `run`.
-
-    Args:
-        graph: the dependency graph.
-        hints: one fresh hint a stage; its followers have none.
-        limits: one limit a stage.
-        seed: decides every order.
-        depth: tasks enqueued and not complete, at most, a rank.
-        in_order: (kind, virtual stage) pairs that run in microbatch order.
-        num_bytes: what a microbatch holds after a task.
-        delivery: which pending message is delivered.
-        members: ranks of a stage, one group under a leader; member t exchanges tensors with member t elsewhere.
-        coupled: whether a task ends on no member before all have enqueued it, as with collectives inside.
-        takes_offers: whether lanes take offered tasks, some time before their cores hear of it.
-        more_bytes: what a microbatch holds in addition on a member after a task.
-        carry: what becomes of the messages inside groups, such as a loss; for tests of what is refused.
-        skips: by step, what each microbatch skips; empty where none skips anything.
-        make_core: makes the cores, called like `StageCore`; tests pass broken ones.
-
-    Attributes:
-        orders: for each stage and step, the tasks in the order in which they were enqueued (by the leader).
-    """
+    """One pipeline, run to its end with `run`."""
 
     reports_all_bytes = True
 
@@ -75,16 +54,26 @@ class RandomRun(Cluster[Node]):
         limits: Sequence[Limit],
         *,
         seed: int = 0,
+        # Tasks enqueued and not complete, at most, a rank.
         depth: int = 1,
+        # (kind, virtual stage) pairs that run in microbatch order.
         in_order: Collection[ForcedOrder] = (),
+        # What a microbatch holds after a task.
         num_bytes: Callable[[Task], int] = lambda task: 0,
         delivery: Delivery = "any",
+        # Ranks of a stage, one group under a leader; member t exchanges tensors with member t elsewhere.
         members: int = 1,
+        # Whether a task ends on no member before all have enqueued it, as with collectives inside.
         coupled: bool = True,
+        # Whether lanes take offered tasks, some time before their cores hear of it.
         takes_offers: bool = False,
+        # What a microbatch holds in addition on a member after a task.
         more_bytes: Callable[[int, Task], int] = lambda member, task: 0,
+        # What becomes of the messages inside groups, such as a loss; for tests of what is refused.
         carry: Carry = lambda message: (message,),
+        # By step, what each microbatch skips; empty where none skips anything.
         skips: Sequence[tuple[Skipped, ...]] = (),
+        # Makes the cores, called like `StageCore`; tests pass broken ones.
         make_core: Callable[..., StageCore] = StageCore,
     ) -> None:
         self._skips = skips
@@ -109,6 +98,7 @@ class RandomRun(Cluster[Node]):
         self._num_bytes = num_bytes
         self._more_bytes = more_bytes
         self._carry = carry
+        #: For each stage and step, the tasks in the order in which they were enqueued (by the leader).
         self.orders = [node.orders for node in self.nodes[::members]]
         self._likely = [1.0] * 4 if members == 1 else [self._random.choice(_LIKELY) for _ in range(4)]
         #: What has not happened yet; and messages inside groups on their way, by sender and receiver.
@@ -116,15 +106,15 @@ class RandomRun(Cluster[Node]):
         self._in_groups: dict[tuple[Rank, Rank], deque[Envelope]] = {}
 
     def order_of(self, stage: int, member: int) -> list[list[Task]]:
-        """For each step, the tasks in the order in which ``member`` of ``stage`` enqueued them."""
+        """For each step, the tasks as ``member`` of ``stage`` enqueued them."""
         return self.nodes[stage * self.members + member].orders
 
     def most_bytes(self, stage: int, member: int) -> int:
-        """The most bytes that ``member`` of ``stage`` held after any task, counted anew; outputs are not counted."""
+        """The most bytes held after any task, counted anew, outputs excluded."""
         return self.nodes[stage * self.members + member].checker.memory.peak_bytes
 
     def run(self, steps: Sequence[tuple[Mode, int]]) -> None:
-        """Run one step for each (mode, M), and check that every rank does every task of each."""
+        """Run a step for each (mode, M); every rank must do every task."""
         self.steps = [StepId(number, mode, count) for number, (mode, count) in enumerate(steps)]
         for node in self.nodes:
             node.arbiter.kick()
@@ -171,11 +161,11 @@ class RandomRun(Cluster[Node]):
         return True
 
     def _may_decide(self, node: Node) -> bool:
-        """Whether a decision would have a result: a task on the lane, or offered to it."""
+        """Whether a decision could put a task on the lane, or offer one."""
         return len(node.lane) < self._depth or node.slot is not None
 
     def _may_end(self, node: Node) -> bool:
-        """Whether all members have enqueued the task on the lane of this one."""
+        """Whether all members have enqueued the task on this lane."""
         if not self._is_coupled:
             return True
         step, index = len(node.orders) - 1, node.num_completed

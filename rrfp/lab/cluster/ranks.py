@@ -43,7 +43,7 @@ class Rank(int):
 
 
 def name_of_rank(rank: int) -> str:
-    """Its display name; a bare number is the only rank of its stage."""
+    """Its display name; a bare number is its stage's only rank."""
     return rank.name if isinstance(rank, Rank) else f"stage {rank}"
 
 
@@ -54,7 +54,7 @@ def stage_of_rank(rank: int) -> int:
 
 @functools.cache
 def ranks_of(stages: int, replicas: int = 1, members: int = 1) -> tuple[Rank, ...]:
-    """All ranks, by number: the members of a group are neighbours, then come replicas, then stages."""
+    """All ranks by number: members are neighbours, then replicas, then stages."""
     mesh = Mesh((("pp", stages), ("dp", replicas), ("tp", members)))
     return tuple(Rank(number, mesh.place_of(number), _name(mesh.place_of(number), mesh)) for number in range(mesh.size))
 

@@ -35,7 +35,7 @@ _FULL = "Visit every reachable state, also orders of the same tasks that cannot 
 
 
 def _numbers(name: str, metavar: str, help: str, otherwise: str = "") -> Any:
-    """An option that lists whole numbers from 1 on, or the word ``otherwise``."""
+    """An option that lists whole numbers from 1, or the word ``otherwise``."""
 
     def check(text: str) -> None:
         if text != otherwise and (not text.isdecimal() or int(text) < 1):
@@ -154,7 +154,7 @@ def _check_sizes(cases: Iterable[ChainCase]) -> None:
 
 @contextmanager
 def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[Iterable[ChainCase]]:
-    """The cases, with a bar on a terminal that names the one that is explored."""
+    """The cases, with a bar on a terminal that names each."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -173,7 +173,7 @@ def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[Iterable[ChainCas
 
 
 def _worst(bad: list[Explored[ChainCase]]) -> str:
-    """The deadlock with the shortest trace, or else the first bound that was exceeded."""
+    """The deadlock with the shortest trace, or the first bound exceeded."""
     stuck = [result for result in bad if result.exploration.deadlocks]
     if not stuck:
         return f"{bad[0].case}: {bad[0].broken[0]}"
@@ -199,7 +199,7 @@ def _document(result: Explored[ChainCase]) -> dict[str, Any]:
 
 
 def _print_cases(done: list[Explored[ChainCase]]) -> None:
-    """A row for each rule, C, kind of step and forced kind; the peaks are the largest of its cases and stages."""
+    """A row for each rule, C, kind of step and forced kind; peaks are maxima."""
     groups: dict[tuple[str, ...], list[Explored[ChainCase]]] = {}
     for result in done:
         case = result.case

@@ -12,7 +12,7 @@ from rrfp.commands.command_line import option
 from rrfp.commands.known_names import known_hints
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, Faults, RrfpError
-from rrfp.lab.commands.method_options import HINT_FORMS, check_hint
+from rrfp.lab.sweep.experiment import HINT_FORMS
 from rrfp.tables import Column, print_table
 
 if TYPE_CHECKING:
@@ -24,10 +24,16 @@ _RUNS = "Make this many runs, and summarise how they ended."
 _HINT = f"Use this hint in every run: {HINT_FORMS}. Default: one drawn from the seed."
 
 
+def _check_hint(text: str) -> None:
+    from rrfp.hints.registry import named_or_loaded_hint
+
+    named_or_loaded_hint(text)
+
+
 def faults(
     seed: Annotated[int, typer.Option("--seed", metavar="S", help=_SEED)] = 0,
     runs: Annotated[int | None, option("runs", "N", _RUNS)] = None,
-    hint: Annotated[str | None, option("hint", "NAME", _HINT, check=check_hint, values=known_hints)] = None,
+    hint: Annotated[str | None, option("hint", "NAME", _HINT, check=_check_hint, values=known_hints)] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Print everything that happens in the run.")] = False,
     json: Json = False,
 ) -> None:
@@ -52,7 +58,7 @@ def faults(
 
 
 def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json: bool) -> str:
-    """Make one run and print it; returns its failure, or an empty text."""
+    """Make one run and print it; returns its failure, if any."""
     from rrfp.lab.faults.campaign import run_seed
 
     events: list[str] = []
@@ -69,7 +75,7 @@ def _run_one(seed: int, hint: HintSpec | None, suffix: str, *, trace: bool, json
 
 
 def _run_many(first: int, runs: int, hint: HintSpec | None, suffix: str, *, json: bool) -> str:
-    """Make many runs and print their summary; returns the first failure, or an empty text."""
+    """Make many runs and print a summary; returns the first failure, if any."""
     from rrfp.lab.faults.campaign import run_campaign
 
     campaign = run_campaign(_shown(range(first, first + runs), quiet=json), hint)

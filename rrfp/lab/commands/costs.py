@@ -58,7 +58,7 @@ def costs(
 
 
 def _runs(paths: list[Path], name: str | None) -> list[tuple[str, TracedRun]]:
-    """The runs of all files, or those called ``name``, each with its file and name."""
+    """The runs of all files, or those called ``name``, each labelled."""
     from rrfp.lab.traces.chrome_reader import read_chrome
 
     for path in paths:
@@ -106,7 +106,7 @@ def _show(measured: MeasuredCosts, out: Path | None, latency: str | None) -> Non
 
 
 def _methods(table: CostTable) -> str:
-    """The options of `rrfp sweep` that compare the default hint at several limits with a fixed order that fits."""
+    """Options of `rrfp sweep` that compare limits of the default hint and 1F1B."""
     from rrfp.hints.registry import DEFAULT_HINT
 
     options = f"--hint {DEFAULT_HINT} --limit"

@@ -1,7 +1,5 @@
 """`rrfp demo`: the options of the demo, which `rrfp.lab.demo` runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +8,8 @@ import typer
 from rrfp.commands.command_line import option
 from rrfp.commands.known_names import known_hints, known_transports
 from rrfp.commands.output import Json
-from rrfp.lab.commands.method_options import HINT_FORMS, METHOD
+from rrfp.lab.commands.options import METHOD
+from rrfp.lab.sweep.experiment import HINT_FORMS
 
 _HINT = f"Hints of the readiness-driven rows, instead of the demo's four: {HINT_FORMS}; several between commas."
 _LIMIT = (

@@ -1,8 +1,13 @@
-"""`rrfp simulate`: one method on one cost file, or on one graph of a model, beside the lower bound."""
+"""`rrfp simulate`: one method on one cost file, or on one graph of a model, beside the lower bound.
+
+Large steps are shown in part, and say so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,26 +16,36 @@ import typer
 from rrfp.commands.command_line import option
 from rrfp.commands.output import Json, check_output, print_json
 from rrfp.errors import ConfigError, Faults
-from rrfp.lab.commands import graph_options
-from rrfp.lab.commands import method_options as options
-from rrfp.lab.commands.method_options import OUTPUT, WORKLOAD, MethodCommand
-from rrfp.lab.commands.timeline_options import From, TimelineFile, To, checked_window
+from rrfp.lab.commands import options
+from rrfp.lab.commands.options import METHOD, OUTPUT, WORKLOAD, Given, MethodCommand, options_of, with_options
+from rrfp.lab.commands.timeline_options import From, TimelineFile, To, check_tasks, checked_window
+from rrfp.lab.generators import MULTIMODAL
+from rrfp.lab.sweep.experiment import RECORD_SPLIT, Experiment, SimulatedMethod
+from rrfp.lab.sweep.workloads import CostFile, MultimodalWorkload, with_sizes
+from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
-    from rrfp.lab.sweep.workloads import CostFile
+    from rrfp.costs.table import CostTable
+    from rrfp.lab.cluster.simulation import TensorParallelSimulation
+    from rrfp.lab.simulation import Simulation
+    from rrfp.lab.traces.timeline import TimeWindow
 
-_COSTS = "Cost file (JSON): times of all tasks and messages; `rrfp sweep --save-costs` writes those of profiles."
-_SAVE = "Write the cost file of the profile."
+#: A table of more stages than the first shows only as many of the outermost ones, at each end, as the second.
+MOST_ROWS, END_ROWS = 32, 8
+
+_PROFILE = (
+    "Instead of a cost file: multimodal, a model whose parts form a graph. rrfp sweep has the profiles of chains."
+)
 
 
 class SimulateCommand(MethodCommand):
     """One method, on one workload."""
 
     def check_together(self, named: Collection[str]) -> None:
-        """See `MethodCommand`."""
+        """Refuse options that go with the other source of a workload; two methods."""
         with Faults() as faults:
             with faults.kept():
-                graph_options.check_source(named)
+                _check_source(named)
             with faults.kept():
                 super().check_together(named)
             if "hint" in named and "strict" in named:
@@ -38,38 +53,45 @@ class SimulateCommand(MethodCommand):
                     raise ConfigError("--hint and --strict exclude each other: rrfp sweep compares methods")
 
 
-def _check_costs(text: str) -> None:
-    from rrfp.lab.sweep.workloads import CostFile
+def _check_source(named: Collection[str]) -> None:
+    with Faults() as faults:
+        if ("costs" in named) == ("profile" in named):
+            with faults.kept():
+                raise ConfigError("exactly one of --costs FILE and --profile multimodal is needed")
+        for name in (*(field.name for field in fields(MultimodalWorkload)), "save_costs"):
+            if name in named and "profile" not in named:
+                with faults.kept():
+                    how = f"; for --costs {RECORD_SPLIT}" if name == "split" else ""
+                    raise ConfigError(f"--{name.replace('_', '-')} goes with --profile multimodal{how}")
+        for name in ("sizes", "tp"):
+            if name in named and "costs" not in named:
+                with faults.kept():
+                    raise ConfigError(f"--{name} goes with --costs")
 
-    CostFile(costs_file=text)
+
+def _check_profile(text: str) -> None:
+    if text != MULTIMODAL:
+        raise ConfigError(f"profile is {text!r}, must be {MULTIMODAL}; rrfp sweep has the profiles of chains")
 
 
+@with_options(
+    *options_of(CostFile, WORKLOAD),
+    options.as_parameter(
+        *("profile", str),
+        option("profile", MULTIMODAL, _PROFILE, WORKLOAD, check=_check_profile, values=lambda: (MULTIMODAL,)),
+    ),
+    *options_of(MultimodalWorkload, WORKLOAD),
+    *options_of(SimulatedMethod, METHOD),
+)
 def simulate(
-    costs: Annotated[str | None, option("costs", "FILE", _COSTS, WORKLOAD, check=_check_costs, is_list=False)] = None,
-    sizes: options.Sizes = None,
-    tp: Annotated[int | None, option("tp", "T", options.TP_HELP, WORKLOAD, least=1)] = None,
-    profile: graph_options.Profile = None,
-    graph: graph_options.GraphOption = None,
-    stages: graph_options.Stages = None,
-    microbatches: graph_options.Microbatches = None,
-    images: graph_options.Images = None,
-    sounds: graph_options.Sounds = None,
-    skip: graph_options.Skip = None,
-    split: graph_options.Split = None,
-    latency: graph_options.Latency = None,
-    seed: graph_options.Seed = None,
-    hint: options.HintName = None,
-    strict: options.Strict = None,
-    limit: options.LimitText = None,
-    admission: options.Admission = None,
-    order: options.Order = None,
-    sends: options.Sends = None,
-    coordination: options.CoordinationName = None,
+    given: Given,
     timeline: TimelineFile = None,
     from_ms: From = None,
     to_ms: To = None,
     trace: Annotated[Path | None, option("trace", "FILE.json", "Write a trace for Perfetto.", OUTPUT)] = None,
-    save_costs: Annotated[Path | None, option("save-costs", "FILE.json", _SAVE, OUTPUT)] = None,
+    save_costs: Annotated[
+        Path | None, option("save-costs", "FILE.json", "Write the cost file of the profile.", OUTPUT)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Simulate one training step: one method on one cost file or graph, beside the lower bound.
@@ -77,20 +99,14 @@ def simulate(
     `rrfp sweep` runs lists of workloads, methods and seeds.
     """
     from rrfp.costs import write_costs
-    from rrfp.lab.commands.run_report import check_size, show_groups, show_run, write_pictures
     from rrfp.lab.simulation import Simulation
-    from rrfp.lab.sweep.experiment import Experiment
-    from rrfp.lab.sweep.workloads import with_sizes
 
-    texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission}
-    texts = {**texts, "order": order, "sends": sends, "coordination": coordination}
-    named = {"graph": graph, "stages": stages, "microbatches": microbatches, "images": images, "sounds": sounds}
-    named = {**named, "skip": skip, "split": split, "latency": latency, "seed": seed}
+    costs = given["costs"]
     with Faults() as faults:
         with faults.kept():
-            method = options.one_method(texts)
+            method = options.one_method(given)
         with faults.kept():
-            workload = graph_options.workload_of(named) if costs is None else _cost_file(costs, sizes, tp)
+            workload = _graph(given) if costs is None else options.filled(CostFile, given)
             if timeline is not None:
                 check_size(workload.costs())
         with faults.kept():
@@ -122,7 +138,100 @@ def simulate(
         )
 
 
-def _cost_file(costs: str, sizes: str | None, tp: int | None) -> CostFile:
-    from rrfp.lab.sweep.workloads import CostFile
+def _graph(given: Given) -> MultimodalWorkload:
+    if given["graph"] == "chain" and given["skip"]:
+        raise ConfigError("skip goes with graph branch or colocated: a chain has no way round an encoder")
+    return options.filled(MultimodalWorkload, given)
 
-    return CostFile(costs_file=costs, sizes_from=sizes, tp=tp)
+
+def check_size(costs: CostTable) -> None:
+    """Refuse the timeline of a step with too many tasks, before it runs."""
+    check_tasks(costs.num_tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
+
+
+def write_pictures(
+    title: str, simulation: Simulation, timeline: Path | None, window: TimeWindow, trace: Path | None
+) -> None:
+    """Draw the timeline and write the trace, where they are wanted."""
+    graph = simulation.costs.graph
+    if timeline is not None:
+        from rrfp.lab.traces.timeline import plot_timelines
+
+        names = () if graph is None else graph.names
+        plot_timelines([(title, simulation.result.trace())], timeline, window, names)
+    if trace is not None:
+        from rrfp.trace.chrome import write_chrome
+        from rrfp.trace.spans import skips
+
+        costs = simulation.costs
+        step = replace(simulation.result.trace(), skipped=skips(costs.skipped), sizes=costs.sizes)
+        write_chrome(trace, [step], name=title, graph=graph)
+
+
+def show_run(title: str, simulation: Simulation) -> None:
+    """Print the table and the makespan beside its lower bound."""
+    console = terminal()
+    console.print(f"{title}: {_size(simulation.costs)}", soft_wrap=True)
+    _print_stages(simulation)
+    makespan, bound = f"{simulation.makespan:.6g} s", f"{simulation.lower_bound:.6g} s"
+    console.print(f"makespan {makespan}, lower bound {bound}, ratio {simulation.ratio:.4f}", soft_wrap=True)
+
+
+def show_groups(run: TensorParallelSimulation) -> None:
+    """Print what coordination of the ranks of a group costs."""
+    result, way = run.result, type(run.coordination).__name__.lower()
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+    typer.echo(
+        f"{ranks} a stage, {way}: coordination {result.coordination_share:.2%} of the step, "
+        f"{result.failed_rounds_per_task:.3g} failed rounds a task, {result.messages_per_task:.3g} messages a task"
+    )
+
+
+def _size(costs: CostTable) -> str:
+    """How large a step is, in a few words."""
+    chunks = "" if costs.chunks == 1 else f" x {costs.chunks} chunks ({costs.placement})"
+    if costs.graph is not None:
+        chunks = f", a graph of {costs.num_virtual_stages} virtual stages"
+    split = ", split backward" if costs.split else ""
+    return f"{costs.stages} stages{chunks}, {costs.microbatches} microbatches{split}"
+
+
+def _print_stages(simulation: Simulation) -> None:
+    """A row a stage, and one for all of them."""
+    costs, busy, peaks = simulation.costs, simulation.result.busy, simulation.peaks
+    decimals = _decimals(busy)
+    rows: list[tuple[str, ...]] = []
+    for stage in _shown(costs.stages):
+        if stage is None:
+            rows.append((f"... {costs.stages - 2 * END_ROWS} more", *[""] * 5))
+            continue
+        # Like the peak, in chunk tasks.
+        limit = "-" if simulation.limits is None else str(simulation.limits[stage] * costs.chunks_of(stage))
+        held, received = str(peaks[stage].held), str(peaks[stage].received)
+        rows.append((str(stage), f"{busy[stage]:.{decimals}f}", _share(busy[stage], simulation), held, received, limit))
+    sections = [len(rows) - 1] if costs.stages > 1 else []
+    if costs.stages > 1:
+        mean = sum(busy) / costs.stages
+        held, received = (f"max {most}" for most in (max(p.held for p in peaks), max(p.received for p in peaks)))
+        rows.append(("mean", f"{mean:.{decimals}f}", _share(mean, simulation), held, received, ""))
+    cells = list(zip(*rows, strict=True))
+    heads = ("busy (s)", "busy", "peak held", "received peak", "limit")
+    columns = [Column(head, each) for head, each in zip(heads, cells[1:], strict=True)]
+    print_table([Column("stage", cells[0], "left")], columns, sections)
+
+
+def _decimals(seconds: Sequence[float]) -> int:
+    """As many for all as the longest one needs for five digits."""
+    longest = max(seconds)
+    return max(0, 4 - math.floor(math.log10(longest))) if longest > 0 else 1
+
+
+def _shown(stages: int) -> Iterable[int | None]:
+    """The stages that have a row; None where some are left out."""
+    if stages <= MOST_ROWS:
+        return range(stages)
+    return [*range(END_ROWS), None, *range(stages - END_ROWS, stages)]
+
+
+def _share(busy: float, simulation: Simulation) -> str:
+    return f"{busy / simulation.makespan if simulation.makespan else 0.0:.1%}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
-from itertools import product
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,26 +14,33 @@ import typer
 from rrfp.commands.command_line import listed, option
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, Faults
-from rrfp.lab.commands import method_options as options
-from rrfp.lab.commands.known_workloads import known_jitter, known_latencies, known_profiles
-from rrfp.lab.commands.method_options import OUTPUT, PICTURE, WORKLOAD, MethodCommand, choice
+from rrfp.lab.commands import options
+from rrfp.lab.commands.options import (
+    METHOD,
+    OUTPUT,
+    PICTURE,
+    WORKLOAD,
+    Given,
+    MethodCommand,
+    as_parameter,
+    options_of,
+    with_options,
+)
 from rrfp.lab.commands.timeline_options import check_picture
+from rrfp.lab.sweep.experiment import RECORD_SPLIT, Experiment, SimulatedMethod
+from rrfp.lab.sweep.workloads import PLANNED, CostFile, Workload, with_sizes
 from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:
-    from rrfp.lab.sweep.experiment import Experiment
-    from rrfp.lab.sweep.rows import SweepRow
-    from rrfp.lab.sweep.runs import Skip, SweepResult
+    from rrfp.lab.sweep.runs import Skip, SweepResult, SweepRow
     from rrfp.lab.sweep.summary import MethodSummary, Spread
-    from rrfp.lab.sweep.workloads import CostFile, Workload
-
 
 #: Lines on limits that gain nothing; a sweep of many workloads may have hundreds.
 MOST_REASONS = 6
 
 
 def show_sweep(result: SweepResult, *, json: bool, notes: Sequence[str] = ()) -> None:
-    """Print all runs and their summary as JSON, or the summary as a table, with ``notes`` as lines below it."""
+    """Print runs and summary as JSON, or a table with ``notes`` below."""
     from rrfp.lab.sweep.summary import in_common, summarise
 
     groups = summarise(result.rows)
@@ -85,7 +91,7 @@ def _print_groups(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -> 
 
 
 def _useless_limits(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -> list[str]:
-    """A line for each limit that gains nothing over a smaller one of the same hint, with the reason."""
+    """A line with the reason for each limit that gains nothing."""
     from rrfp.lab.sweep.summary import changing, label, named, useless_limits, why_useless
 
     columns, lines = changing(rows), list[str]()
@@ -98,7 +104,7 @@ def _useless_limits(rows: Sequence[SweepRow], groups: Sequence[MethodSummary]) -
 
 
 def _figures(groups: Sequence[MethodSummary], *, has_speed_ups: bool) -> dict[str, Callable[[MethodSummary], str]]:
-    """The columns that hold figures: the head, and the text of a group's cell."""
+    """The columns that hold figures: head, and text of a group's cell."""
     figures: dict[str, Callable[[MethodSummary], str]] = {
         "makespan (s)": lambda g: _mean(g.spread("makespan"), "#.4g", ".2g")
     }
@@ -129,28 +135,16 @@ def _range(spread: Spread, form: str) -> str:
 
 
 def _mean(spread: Spread, mean: str, std: str) -> str:
-    """The mean, and the standard deviation where there are several seeds, each in its format."""
+    """The mean; with several seeds also the standard deviation."""
     text = f"{spread.mean:{mean}}"
     return text if spread.std is None else f"{text} ±{spread.std:{std}}"
 
 
 _COSTS = "Cost files (JSON), instead of a profile; may be given several times."
-_PROFILE = "A named, seeded workload: llm, mllm, modalities, video, zipf, bimodal, moe, straggler or head."
-_PLACEMENT = "Where chunks live; default looped."
-_JITTER = "How much tasks are delayed; default J0."
-_SPLIT = "Split backward into input gradient and weight gradient; bfw on whole backwards is bf."
-_LATENCY = "none, constant, constant:SECONDS, wire, spike or bimodal. Default none."
 _SEEDS = "Run this many seeds, from --seed on, and show mean and spread."
 _JOBS = "Processes; default: usable cores, as far as there is work for them."
 _PLOT = "Draw speed and memory of all runs; the suffix decides the format."
 _SAVE = "Write the cost file of every workload of a profile into this folder."
-_PROFILE_DEFAULTS = {
-    **{"profile": "", "stages": "8", "microbatches": "64", "chunks": "1", "placement": "looped"},
-    **{"jitter": "J0", "latency": "none"},
-}
-_NUMBERS = ("stages", "microbatches", "chunks", "tp")
-#: Options that describe a profile's workload.
-_OF_PROFILE = (*_PROFILE_DEFAULTS, "split", "seed", "seeds", "save_costs")
 
 
 class SweepCommand(MethodCommand):
@@ -169,74 +163,36 @@ class SweepCommand(MethodCommand):
 
 
 def _check_source(named: Collection[str]) -> None:
-    """Refuse cost files beside the options of a profile, and neither of the two."""
-    from rrfp.lab.sweep.experiment import RECORD_SPLIT
-
+    """Refuse cost files beside options of a profile, and neither."""
     if ("costs" in named) == ("profile" in named):
-        raise ConfigError(
-            f"exactly one of --costs FILE and --profile NAME is needed (profiles: {', '.join(known_profiles())})"
-        )
+        from rrfp.lab.generators.workloads import PROFILES
+
+        raise ConfigError(f"exactly one of --costs FILE and --profile NAME is needed (profiles: {', '.join(PROFILES)})")
     if "costs" not in named and "sizes" in named:
         raise ConfigError("--sizes goes with --costs; a profile has sizes of its own")
+    of_profile = {field.name for field in fields(Workload)} - {"tp"}
     with Faults() as faults:
-        for name in _OF_PROFILE:
+        for name in (*(name for name in named if name in of_profile), "seeds", "save_costs"):
             if "costs" in named and name in named:
                 with faults.kept():
                     option, how = name.replace("_", "-"), f"; for a split one {RECORD_SPLIT}" if name == "split" else ""
                     raise ConfigError(f"--{option} goes with --profile; a cost file is one workload by itself{how}")
 
 
-def _of_workload(name: str) -> Callable[[str], None]:
-    """The check of one value of an option that describes a workload."""
-
-    def check(text: str) -> None:
-        from rrfp.lab.sweep.workloads import Workload
-
-        values: dict[str, Any] = {"profile": "llm", "stages": 1, "microbatches": 1}
-        values[name] = _number(text) if name in _NUMBERS else text
-        Workload(**values)
-
-    return check
+_, _SIZES, _ = options_of(CostFile, WORKLOAD)
+*_PROFILE, _TP = options_of(Workload, WORKLOAD)
 
 
+@with_options(
+    as_parameter("costs", list[str], option("costs", "FILE", _COSTS, WORKLOAD)),
+    _SIZES,
+    *_PROFILE,
+    as_parameter("seeds", int, option("seeds", "K", _SEEDS, WORKLOAD, least=1)),
+    _TP,
+    *options_of(SimulatedMethod, METHOD),
+)
 def sweep(
-    costs: Annotated[list[str] | None, option("costs", "FILE", _COSTS, WORKLOAD)] = None,
-    sizes: options.Sizes = None,
-    profile: Annotated[
-        str | None,
-        option("profile", "NAME", _PROFILE, WORKLOAD, check=_of_workload("profile"), values=known_profiles),
-    ] = None,
-    stages: Annotated[
-        str | None, option("stages", "N", "Stages; default 8.", WORKLOAD, check=_of_workload("stages"))
-    ] = None,
-    microbatches: Annotated[
-        str | None,
-        option("microbatches", "M", "Microbatches; default 64.", WORKLOAD, check=_of_workload("microbatches")),
-    ] = None,
-    chunks: Annotated[
-        str | None, option("chunks", "C", "Chunks a stage; default 1.", WORKLOAD, check=_of_workload("chunks"))
-    ] = None,
-    placement: Annotated[
-        str | None, choice("placement", "looped|v", _PLACEMENT, WORKLOAD, _of_workload("placement"))
-    ] = None,
-    split: Annotated[bool | None, typer.Option("--split/--no-split", help=_SPLIT, rich_help_panel=WORKLOAD)] = None,
-    jitter: Annotated[
-        str | None, option("jitter", "J0..J3", _JITTER, WORKLOAD, check=_of_workload("jitter"), values=known_jitter)
-    ] = None,
-    latency: Annotated[
-        str | None,
-        option("latency", "MODEL", _LATENCY, WORKLOAD, check=_of_workload("latency"), values=known_latencies),
-    ] = None,
-    seed: Annotated[int | None, option("seed", "S", "The first seed; default 0.", WORKLOAD, least=0)] = None,
-    seeds: Annotated[int | None, option("seeds", "K", _SEEDS, WORKLOAD, least=1)] = None,
-    tp: Annotated[str | None, option("tp", "T", options.TP_HELP, WORKLOAD, check=_of_workload("tp"))] = None,
-    hint: options.HintName = None,
-    strict: options.Strict = None,
-    limit: options.LimitText = None,
-    admission: options.Admission = None,
-    order: options.Order = None,
-    sends: options.Sends = None,
-    coordination: options.CoordinationName = None,
+    given: Given,
     jobs: Annotated[int | None, option("jobs", "P", _JOBS, OUTPUT, least=1)] = None,
     csv: Annotated[Path | None, option("csv", "FILE.csv", "Write a row a run.", OUTPUT)] = None,
     plot: Annotated[Path | None, option("plot", PICTURE, _PLOT, OUTPUT)] = None,
@@ -248,22 +204,14 @@ def sweep(
     Options of workload and method take several values with commas between them (--stages 4,8,16 --hint bf,fb
     --strict 1f1b --seeds 5): all combinations run.
     """
-    from rrfp.lab.commands.sweep import show_sweep
-    from rrfp.lab.sweep.experiment import Experiment
     from rrfp.lab.sweep.plot import plot_sweep
-    from rrfp.lab.sweep.workloads import PLANNED
 
-    texts: options.Texts = {"hint": hint, "strict": strict, "limit": limit, "admission": admission, "sends": sends}
-    texts = {**texts, "order": order, "coordination": coordination, "tp": tp, "sizes": sizes}
-    named: options.Texts = {"profile": profile, "stages": stages, "microbatches": microbatches, "chunks": chunks}
-    named = {**named, "placement": placement, "split": split, "jitter": jitter, "latency": latency}
-    named = {**named, "seed": seed, "seeds": seeds}
     workloads: Sequence[Workload | CostFile]
     with Faults() as faults:
         with faults.kept():
-            methods = options.methods_of(texts)
+            methods = options.methods_of(given)
         with faults.kept():
-            workloads = _profiles(named, _ranks(tp)) if costs is None else _files(costs, sizes, _ranks(tp))
+            workloads = _profiles(given) if given["costs"] is None else _files(given)
     experiments = [Experiment(workload, method) for workload in workloads for method in methods]
     if plot is not None:
         _check_plot(plot, experiments)
@@ -284,44 +232,26 @@ def sweep(
     show_sweep(result, json=json, notes=[options.without_sizes(lacking)] if lacking else [])
 
 
-def _profiles(texts: options.Texts, ranks: Sequence[Any]) -> list[Workload]:
+def _profiles(given: Given) -> list[Workload]:
     """Every combination of the listed values, seeds innermost."""
-    from rrfp.lab.sweep.workloads import Workload
-
-    lists: dict[str, Sequence[Any]] = {
-        name: listed(name, texts[name] or default) for name, default in _PROFILE_DEFAULTS.items()
-    }
-    lists |= {name: [_number(text) for text in lists[name]] for name in _NUMBERS if name in lists}
-    first = texts["seed"] or 0
-    lists = {**lists, "split": [bool(texts["split"])], "tp": ranks}
-    lists["seed"] = range(first, first + (texts["seeds"] or 1))
-    return [Workload(**dict(zip(lists, values, strict=True))) for values in product(*lists.values())]
+    first = given["seed"] or 0
+    return [
+        Workload(**values, seed=seed)
+        for values in options.combinations(Workload, given, but=("seed",))
+        for seed in range(first, first + (given["seeds"] or 1))
+    ]
 
 
-def _files(texts: Sequence[str], sizes: str | None, ranks: Sequence[Any]) -> list[CostFile]:
+def _files(given: Given) -> list[CostFile]:
     """Every file with every number of ranks."""
-    from rrfp.lab.sweep.workloads import CostFile
-
-    paths = listed("costs", ",".join(texts))
-    return [CostFile(costs_file=path, sizes_from=sizes, tp=tp) for path in paths for tp in ranks]
-
-
-def _ranks(text: str | None) -> list[Any]:
-    return [None] if text is None else [_number(value) for value in listed("tp", text)]
-
-
-def _number(text: str) -> int | str:
-    """A whole number where the text is one, else the text, which `whole` refuses."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
+    paths = listed("costs", ",".join(given["costs"]))
+    others = list(options.combinations(CostFile, given, but=("costs_file",)))
+    return [CostFile(costs_file=path, **values) for path in paths for values in others]
 
 
 def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
-    """Write a cost file for each profile's workload, named by its values, into a folder that need not exist yet."""
+    """Write a cost file for each profile's workload into ``folder``."""
     from rrfp.costs import write_costs
-    from rrfp.lab.sweep.workloads import Workload, with_sizes
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -355,8 +285,8 @@ def _run(
     csv: Path | None,
     is_asked: Callable[[SweepRow], bool],
 ) -> SweepResult:
-    """Run all with a progress bar on the terminal, and write each row that is asked for as soon as it is known."""
-    from rrfp.lab.sweep.rows import SweepFile, SweepRow
+    """Run all with a progress bar, and write each row once it is known."""
+    from rrfp.lab.sweep.runs import SweepFile, SweepRow
     from rrfp.lab.sweep.runs import sweep as run_sweep
 
     with nullcontext() if csv is None else SweepFile(csv) as file, _progress_bar(len(experiments)) as advance:

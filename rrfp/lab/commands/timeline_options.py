@@ -11,7 +11,7 @@ from rrfp.commands.output import check_output
 from rrfp.errors import ConfigError, Faults
 
 if TYPE_CHECKING:
-    from rrfp.lab.traces.window import TimeWindow
+    from rrfp.lab.traces.timeline import TimeWindow
 
 #: Tasks that a timeline can hold: beyond it takes minutes to draw and is too small to read.
 MOST_BOXES = 20_000
@@ -29,8 +29,8 @@ To = Annotated[float | None, typer.Option("--to", metavar="MS", help=_TO, rich_h
 
 
 def checked_window(path: Path | None, start_ms: float | None, end_ms: float | None) -> TimeWindow:
-    """The window of a timeline, refused before the work whose result it shows."""
-    from rrfp.lab.traces.window import TimeWindow
+    """The window of a timeline, refused before the work that it shows."""
+    from rrfp.lab.traces.timeline import TimeWindow
 
     for name, value in (("from", start_ms), ("to", end_ms)):
         if path is None and value is not None:
@@ -48,8 +48,7 @@ def check_tasks(tasks: int, instead: str) -> None:
 
 def check_picture(path: Path, picture: str) -> None:
     """Refuse a picture that could not be written, before anything runs."""
-    from rrfp.lab.traces.picture_file import picture_format
-    from rrfp.lab.traces.plot import require_matplotlib
+    from rrfp.lab.traces.pictures import picture_format, require_matplotlib
 
     with Faults() as faults:
         with faults.kept():

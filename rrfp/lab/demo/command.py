@@ -1,7 +1,5 @@
 """``rrfp demo``: trains a small GPT across real processes, fixed order beside readiness-driven dispatch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,7 +20,7 @@ from rrfp.errors import ConfigError, RrfpError
 from rrfp.lab.demo.report import DemoReport, Steps
 from rrfp.lab.demo.settings import SEQUENCE_LENGTH, DemoSettings
 from rrfp.lab.demo.text import load_text
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import require_matplotlib
 from rrfp.tables import terminal
 
 
@@ -31,7 +29,7 @@ class DemoFailedError(RrfpError):
 
 
 def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]]:
-    """Run the workers, and yield each line that rank 0 prints. Leaves no process behind, whatever the end."""
+    """Yield each line of rank 0; leaves no process behind, whatever the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
     command += ["--monitor-interval", str(timeouts.MONITOR_S)]
     command += ["-m", "rrfp.lab.demo.worker", settings.to_json()]
@@ -63,10 +61,9 @@ def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]
 
 
 class _Reaper:
-    """Ends the workers soon after a failure, whether torchrun and the workers react or not.
+    """Ends the workers soon after a failure, whether torchrun reacts or not."""
 
-    torchrun by itself waits 30 s for a stopped worker, and leaves its workers running when it is killed.
-    """
+    # torchrun by itself waits 30 s for a stopped worker, and leaves its workers running when it is killed.
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         #: Process ids that the workers reported.
@@ -137,7 +134,7 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
 
 
 def _can_draw() -> bool:
-    """Whether there is a matplotlib; without it, one line says how to get it."""
+    """Whether there is a matplotlib; without, one line says so."""
     try:
         require_matplotlib()
     except ConfigError as error:
@@ -164,7 +161,7 @@ def _prepare(settings: DemoSettings) -> Path:
 
 
 def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Iterator[Mapping[str, Any]]:
-    """The lines of rank 0; a bar on a terminal's stderr, otherwise a line a step unless ``quiet``."""
+    """The lines of rank 0, with a bar or a line for each step."""
     lines = run_workers(settings, out / "workers.log")
     console = Console(stderr=True)
     if console.is_terminal:
@@ -191,7 +188,7 @@ def _with_bar(
 
 
 def _with_lines(settings: DemoSettings, lines: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """A line when the processes start, and one for each step of all methods, which take turns."""
+    """A line when the processes start, and one for each step."""
     methods, steps = len(settings.methods), settings.warm_up + settings.steps
     _report(f"starting {settings.stages} processes: {methods} methods take turns for {steps} steps each")
     times: list[str] = []

@@ -5,8 +5,6 @@ weights depend on the seed and the layer's index alone, so every cut of the mode
 modules, attention and perceptron, so that a fine cut can go through it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The results of a demo run: a table, summary.json, timeline.png and a trace for each method."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict
@@ -13,14 +11,16 @@ from typing import Any
 
 from rrfp.core.usage import WaitCause
 from rrfp.engine.bound import lower_bound
-from rrfp.lab.demo.methods import BASELINE, METHODS, DemoMethod
-from rrfp.lab.demo.settings import JITTER, PROFILE, DemoSettings
-from rrfp.lab.traces.plot import plot_timelines
+from rrfp.lab.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoMethod, DemoSettings
+from rrfp.lab.traces.timeline import plot_timelines
 from rrfp.tables import Column, print_table, terminal
 from rrfp.trace.breakdown import CAUSE_LABELS, Breakdown, mean
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.plain import from_plain
 from rrfp.trace.spans import StepTrace, merge
+
+#: From this share on other programs have taken the cores, and the methods' figures compare those too.
+_BUSY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Steps:
         self._lines[line["method"]].append(line)
 
     def bounds(self, method: DemoMethod) -> list[float] | None:
-        """The lower bound of each measured step in seconds, without a memory limit, on the chunks of ``method``."""
+        """The lower bound of each measured step for ``method``'s chunks, in seconds."""
         settings = self._settings
         if settings.real_compute:
             return None
@@ -77,7 +77,7 @@ class Steps:
         return {name: self._figures(name, method) for name, method in self._settings.methods.items()}
 
     def typical_step(self, method: str) -> int:
-        """The measured step (0 is the first measured) whose speed-up is the median one: the one to show."""
+        """The measured step, from 0, of median speed-up: the one to show."""
         ratios = [base / own for base, own in zip(self.seconds(BASELINE), self.seconds(method), strict=True)]
         middle = sorted(ratios)[(len(ratios) - 1) // 2]
         return ratios.index(middle)
@@ -107,15 +107,7 @@ def _largest(peaks: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 class DemoReport:
-    """All results of a run.
-
-    Attributes:
-        figures: every method's.
-        lower_bound_s: mean over the measured steps of the lower bound on one chunk a stage, in seconds; None with real
-            compute.
-        overrun_share: the seconds by which tasks took longer than planned, over the planned ones; None with real
-            compute.
-    """
+    """All results of a run."""
 
     def __init__(self, settings: DemoSettings, steps: Steps) -> None:
         self._settings = settings
@@ -123,8 +115,12 @@ class DemoReport:
         self._out = Path(settings.out)
         self.figures = steps.figures()
         bounds = steps.bounds(METHODS[BASELINE])
+        #: Mean over the measured steps of the lower bound on one chunk a stage, in seconds; None with real
+        #: compute.
         self.lower_bound_s = None if bounds is None else sum(bounds) / len(bounds)
         self._parts = {method: self._read_parts(method) for method in settings.methods}
+        #: The seconds by which tasks took longer than planned, over the planned ones; None with real
+        #: compute.
         self.overrun_share = self._overrun_share()
 
     def to_json(self) -> dict[str, Any]:
@@ -140,13 +136,13 @@ class DemoReport:
         }
 
     def weights_sha256(self, method: str) -> str:
-        """The digest of the whole model after the last step: equal for equal weights, however the model is cut."""
+        """The digest of the trained model, however the method cuts it."""
         by_stage = {int(v): parts for part in self._parts[method] for v, parts in part["weights_sha256"].items()}
         digests = (digest for v in sorted(by_stage) for digest in by_stage[v])
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def write(self, *, has_picture: bool) -> list[str]:
-        """Write summary.json, trace-<method>.json and, where it can be drawn, timeline.png; returns their names."""
+        """Write summary, traces and, if possible, timeline.png; returns their names."""
         summary = {**self.to_json(), "settings": asdict(self._settings)}
         (self._out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         traces = {method: self._traces(method) for method in self._settings.methods}
@@ -188,9 +184,10 @@ class DemoReport:
     def _emulation(self) -> str:
         if self.overrun_share is None:
             return "real compute, nothing emulated"
+        advice = "" if self.overrun_share < _BUSY else ": the cores were busy, so compare on a quieter machine"
         return (
             f"emulated accelerator time: {PROFILE} table, jitter {JITTER}; "
-            f"real compute overran it by {self.overrun_share:.1%} in sum"
+            f"real compute overran it by {self.overrun_share:.1%} in sum{advice}"
         )
 
     def _title(self, method: str, trace: StepTrace) -> str:

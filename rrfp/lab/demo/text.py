@@ -3,8 +3,6 @@
 A batch depends on the seed and the step alone, so every rank makes the same batch and none is sent.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator
@@ -24,13 +22,13 @@ Microbatch = tuple[Tensor, Tensor]
 SHORTEST = 0.25
 
 
-def load_text(path: str | os.PathLike[str] | None = None, *, at_least: int = 2) -> bytes:
-    """Read the text to learn.
-
-    Args:
-        path: a file of any bytes; by default the language reference that CPython ships, about half a megabyte.
-        at_least: the fewest bytes: one more than a sequence has.
-    """
+def load_text(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    # The fewest bytes: one more than a sequence has.
+    at_least: int = 2,
+) -> bytes:
+    """Read the text to learn; by default the language reference of CPython."""
     if path is None:
         name, text = "the language reference", _language_reference()
     else:
@@ -63,20 +61,12 @@ def batches(
     microbatches: int,
     microbatch_size: int,
     sequence_length: int,
+    # >= 0; the same arguments give the same batches, and more steps the same first ones.
     seed: int = 0,
+    # Whether microbatches differ in length, from a quarter of ``sequence_length`` up to all of it.
     ragged: bool = False,
 ) -> Iterator[list[Microbatch]]:
-    """The batch of each step, a list by microbatch.
-
-    Args:
-        text: at least ``sequence_length + 1`` bytes.
-        steps: the number of batches; None for an endless iterator.
-        microbatches: M.
-        microbatch_size: sequences in a microbatch.
-        sequence_length: bytes in a sequence.
-        seed: >= 0; the same arguments give the same batches, and more steps the same first ones.
-        ragged: whether microbatches differ in length, from a quarter of ``sequence_length`` up to all of it.
-    """
+    """The batch of each step, a list by microbatch."""
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size, "sequence_length": sequence_length}
     for field, value in sizes.items():
         if value < 1:

@@ -3,8 +3,6 @@
 Rank 0 prints one line of JSON for each step; every rank writes its spans and its overrun to the run's folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -20,21 +18,20 @@ from torch import Tensor, nn
 from rrfp import timeouts
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import PipelineAborted
-from rrfp.lab.demo.methods import demo_transport
 from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
-from rrfp.lab.demo.settings import LEARNING_RATE, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings
+from rrfp.lab.demo.settings import LEARNING_RATE, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings, demo_transport
 from rrfp.lab.demo.text import batches, load_text
 from rrfp.lab.emulated import PacedStage, table_durations
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.partition import Partition
-from rrfp.runtime.result import StepResult
+from rrfp.runtime.steps.result import StepResult
 from rrfp.trace.plain import to_plain
 
 
 class MethodRun:
-    """One method on this rank, with its own copy of model and optimizer and its own pipeline."""
+    """One method on this rank, with its own model, optimizer and pipeline."""
 
     def __init__(self, name: str, settings: DemoSettings, topology: Topology) -> None:
         self.name = name
@@ -60,11 +57,9 @@ class MethodRun:
         self._pipe = stack.enter_context(self._pipeline.blocking())
 
     def step(self, number: int, inputs: list[Tensor], targets: list[Tensor]) -> StepResult:
-        """One training step; returns when it has ended on all ranks.
-
-        ``Pipeline.step`` alone returns with the loss, while later stages still run: then this rank would begin the
-        next method's step in the meantime, and its wait for the others would count as that method's time.
-        """
+        """One training step; returns when it has ended on all ranks."""
+        # ``Pipeline.step`` alone returns with the loss, while later stages still run: then this rank would begin the
+        # next method's step in the meantime, and its wait for the others would count as that method's time.
         assert self._pipe is not None
         if self._paced is not None:
             self._paced.durations = table_durations(self._settings.costs(number, self._method))
@@ -79,7 +74,7 @@ class MethodRun:
         return result
 
     def write(self, folder: Path) -> None:
-        """Write the spans of the measured steps, and the overrun, for the command to collect."""
+        """Write spans and overrun of the measured steps for the command."""
         paced = self._paced
         overrun = None if paced is None else {"planned_s": paced.planned_s, "overrun_s": paced.overrun_s}
         weights = {v: weights_sha256(module) for v, module in self._modules.items()}
@@ -88,7 +83,7 @@ class MethodRun:
 
 
 def weights_sha256(module: nn.Module) -> list[str]:
-    """A digest of each parameter; names, which depend on the cut of the model, do not matter."""
+    """A digest of all parameters; names, which depend on the cut, do not matter."""
     parameters = (parameter.detach().contiguous().view(torch.uint8) for parameter in module.parameters())
     return [hashlib.sha256(parameter.numpy().tobytes()).hexdigest() for parameter in parameters]
 
@@ -143,7 +138,7 @@ def report_abort(error: BaseException | None, topology: Topology) -> None:
 
 
 def print_line(line: dict[str, Any]) -> None:
-    """Print one line of JSON; raises, and so ends the run, when the reader is gone."""
+    """Print one line of JSON; raises when the reader is gone."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

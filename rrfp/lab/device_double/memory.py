@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from rrfp.lab.device_double.regions import Clock, Reading, Region, Regions, Work
@@ -13,29 +14,26 @@ from rrfp.lab.device_double.regions import Clock, Reading, Region, Regions, Work
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A block that runs, or the part of one between two events.
+    """A block that runs, or the part of one between two events."""
 
-    Attributes:
-        stream: the number of its stream.
-        label: names it in problems.
-        clock: the work that its stream's order puts before it.
-        read: the storages read so far, by key.
-        written: those written.
-        opened: those that it may see though work that writes them is pending.
-        racing: those whose use was reported.
-    """
-
+    #: The number of its stream.
     stream: int
+    #: Names it in problems.
     label: str
+    #: The work that its stream's order puts before it.
     clock: Clock
+    #: The storages read so far, by key.
     read: dict[int, Reading] = field(default_factory=dict)
+    #: Those written.
     written: dict[int, Region] = field(default_factory=dict)
+    #: Those that it may see though work that writes them is pending.
     opened: list[Region] = field(default_factory=list)
+    #: Those whose use was reported.
     racing: set[Region] = field(default_factory=set)
 
 
 class Memory:
-    """See the module's docstring. Not thread-safe; ``report`` takes problems."""
+    """What each stream may see of the device's memory; not thread-safe."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.regions = Regions()
@@ -44,6 +42,9 @@ class Memory:
         self._pending: set[Work] = set()
         #: What threads issue now. No event lies behind it yet, so nothing can be ordered behind it.
         self._segments: set[Segment] = set()
+        #: Since the device failed: what may not be freed, and nobody has kept; None as long as it works.
+        self._at_risk: list[Region] | None = None
+        self._kept: list[torch.UntypedStorage] | None = None
 
     def begin(self, segment: Segment) -> None:
         """Uncover what the segment may see."""
@@ -56,7 +57,7 @@ class Memory:
                 segment.opened.append(region)
 
     def use(self, segment: Segment, operator: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """An operator of the segment is about to read and to write tensors."""
+        """An operator of the segment is about to use tensors."""
         for tensor in reads:
             for key, region in self.regions.of(tensor):
                 self._check_writers(segment, operator, "reads", key, region)
@@ -72,7 +73,7 @@ class Memory:
                 segment.written[key] = region
 
     def made(self, segment: Segment, tensors: Sequence[Tensor], known: Set[int]) -> None:
-        """An operator of the segment has returned ``tensors``; their storages are new but for those in ``known``."""
+        """The storages of ``tensors`` are new, but for those in ``known``."""
         for tensor in tensors:
             for key, region in self.regions.of(tensor):
                 if key not in known:
@@ -81,7 +82,7 @@ class Memory:
                     segment.written[key] = region
 
     def end(self, segment: Segment, work: Work | None) -> None:
-        """Cover what is not complete; ``work`` is the segment's, None if it used no memory."""
+        """Cover what is not complete; ``work`` is the segment's, if any."""
         self._segments.discard(segment)
         if work is not None:
             self._pending.add(work)
@@ -115,7 +116,7 @@ class Memory:
             self._check_reading(work, reading)
 
     def allocate(self, tensor: Tensor, stream: int | None, segment: Segment | None) -> None:
-        """``tensor`` is new memory of ``stream``, or the host's with None; not yet written, also in a block."""
+        """``tensor`` is new memory of ``stream``, or the host's with None."""
         for key, region in self.regions.of(tensor):
             region.owner, region.is_on_host = stream, stream is None
             region.is_outside = segment is None and stream is not None
@@ -127,6 +128,24 @@ class Memory:
         """Freeing ``tensor`` while ``stream`` uses it is no problem."""
         for _, region in self.regions.of(tensor):
             region.noted.add(stream)
+
+    def fail(self) -> None:
+        """The device has failed: from now on it cannot free what was noted."""
+        self._at_risk = [region for region in self.regions if region.is_noted and not region.is_freed]
+
+    def keep_noted(self) -> None:
+        """Let nothing be freed that was noted."""
+        self._kept = [
+            storage for region in self.regions if region.is_noted and (storage := region.storage()) is not None
+        ]
+        self._at_risk = None
+
+    def close(self) -> None:
+        """Report what was freed though the device had failed, and keep nothing any more."""
+        for region in self._at_risk or ():
+            if region.is_freed:
+                self._report(f"{_size(region)} of noted memory were freed after the device had failed")
+        self._at_risk = self._kept = None
 
     def _uncover(self, region: Region) -> None:
         if not region.uncover():
@@ -150,7 +169,7 @@ class Memory:
             self._report(f"{segment.label}: {race}, without waiting for it")
 
     def _check_reading(self, work: Work, reading: Reading) -> None:
-        """Was memory that complete work has read, and that its stream did not make, still there and the same?"""
+        """Was memory that complete work has read still there and the same?"""
         region = reading.region
         if region.is_freed:
             is_of_no_block = region.is_outside or (region.owner is None and not region.is_on_host)
@@ -165,7 +184,7 @@ class Memory:
             )
 
     def _check_reuse(self, segment: Segment) -> None:
-        """Freed memory returns to the stream that made it: does it use it again before another one's work is done?"""
+        """Does its stream reuse freed memory before another one's work is done?"""
         for work in self._pending:
             if work.stream == segment.stream or work.is_before(segment.clock):
                 continue

@@ -20,30 +20,27 @@ Clock = dict[int, int]
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A block that was issued, or the part of one before an event.
+    """A block that was issued, or the part of one before an event."""
 
-    Attributes:
-        stream: the number of its stream.
-        number: its place in the stream, from 1.
-        label: names it in problems.
-        seconds: its duration on the device.
-        fails: whether the device breaks at it.
-        uses: the storages that it reads.
-        reads: those that its stream did not make.
-        writes: the storages that it writes.
-        is_done: whether the device has run it.
-        ends: when it ends, once it has begun.
-    """
-
+    #: The number of its stream.
     stream: int
+    #: Its place in the stream, from 1.
     number: int
+    #: Names it in problems.
     label: str
+    #: Its duration on the device.
     seconds: float
+    #: Whether the device breaks at it.
     fails: bool = False
+    #: The storages that it reads.
     uses: list[Region] = field(default_factory=list)
+    #: Those that its stream did not make.
     reads: list[Reading] = field(default_factory=list)
+    #: The storages that it writes.
     writes: list[Region] = field(default_factory=list)
+    #: Whether the device has run it.
     is_done: bool = False
+    #: When it ends, once it has begun.
     ends: float | None = None
 
     def is_before(self, clock: Clock) -> bool:
@@ -53,33 +50,35 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """One storage.
+    """One storage."""
 
-    Attributes:
-        ref: to it. As long as the region lives, no other storage has its key.
-        num_bytes: its size.
-        owner: the stream that made it, to which it returns when it is freed; None for one made by the host.
-        is_outside: whether it was made outside blocks, for a stream that may make more of it at any time.
-        is_on_host: whether it counts as host memory.
-        noted: the streams for whose use `Device.note_use` keeps it.
-        readers: pending work that reads it.
-        writers: pending work that writes it.
-        viewers: blocks under way that may see it; meanwhile nothing covers it.
-        kept: its address and its bytes, while 0xFF stands in their place.
-        writes: how often issued work has written it.
-    """
-
+    #: To it. As long as the region lives, no other storage has its key.
     ref: StorageWeakRef
+    #: Its size.
     num_bytes: int
+    #: The stream that made it, to which it returns when it is freed; None for one made by the host.
     owner: int | None = None
+    #: Whether it was made outside blocks, for a stream that may make more of it at any time.
     is_outside: bool = False
+    #: Whether it counts as host memory.
     is_on_host: bool = False
+    #: The streams for whose use `Device.note_use` keeps it.
     noted: set[int] = field(default_factory=set)
+    #: Pending work that reads it.
     readers: set[Work] = field(default_factory=set)
+    #: Pending work that writes it.
     writers: set[Work] = field(default_factory=set)
+    #: Blocks under way that may see it; meanwhile nothing covers it.
     viewers: set[object] = field(default_factory=set)
+    #: Its address and its bytes, while 0xFF stands in their place.
     kept: tuple[int, bytes] | None = None
+    #: How often issued work has written it.
     writes: int = 0
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the device frees it in a special way: another stream, or a copy, may use it."""
+        return bool(self.noted) or self.is_on_host
 
     @property
     def is_freed(self) -> bool:
@@ -99,7 +98,7 @@ class Region:
             ctypes.memset(pointer, 0xFF, size)
 
     def uncover(self) -> bool:
-        """Put the bytes back; False if others stand there than the covering ones."""
+        """Put the bytes back; False if the covering ones have changed."""
         if self.kept is None:
             return True
         pointer, kept = self.kept
@@ -120,18 +119,15 @@ class Region:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A storage as a piece of work reads it.
+    """A storage as a piece of work reads it."""
 
-    Attributes:
-        region: the storage.
-        operator: the first one that reads it.
-        checksum: of its bytes at the end of the block.
-        writes: how often issued work had written it then.
-    """
-
+    #: The storage.
     region: Region
+    #: The first one that reads it.
     operator: str
+    #: Of its bytes at the end of the block.
     checksum: int | None = None
+    #: How often issued work had written it then.
     writes: int = 0
 
 
@@ -146,7 +142,7 @@ class Regions:
         return iter(self._regions.values())
 
     def of(self, tensor: Tensor) -> Iterator[tuple[int, Region]]:
-        """The key and the region of each storage of ``tensor``; the host has made those that were not seen before."""
+        """Key and region of each storage of ``tensor``; unseen ones are the host's."""
         for storage in storages(tensor):
             key = storage._cdata
             region = self._regions.get(key)
@@ -155,7 +151,7 @@ class Regions:
             yield key, region
 
     def sweep(self) -> int:
-        """Forget freed storages; returns the bytes of those in the device's memory that live."""
+        """Forget freed storages; returns the bytes of living device memory."""
         freed = [key for key, region in self._regions.items() if region.is_freed and not region.readers]
         for key in freed:
             del self._regions[key]
@@ -169,7 +165,7 @@ def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages on the CPU in which ``tensor`` lies: several of a sparse one, none of an opaque or fake one."""
+    """The CPU storages of ``tensor``: several of a sparse, none of a fake one."""
     if tensor.layout is torch.sparse_coo:
         yield from storages(tensor._indices())
         yield from storages(tensor._values())

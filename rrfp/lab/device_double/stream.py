@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rrfp.compute.devices.base import Event, Stream
+from rrfp.devices.base import Event, Stream
 from rrfp.lab.device_double.memory import Memory, Segment
 from rrfp.lab.device_double.regions import Clock, Work, storages
-from rrfp.lab.device_double.timeline import Barrier, DoubleError, DoubleEvent, Queue, Timeline
+from rrfp.lab.device_double.timeline import Barrier, DoubleEvent, Queue, Timeline
 
 #: Called before an operator: its name, the tensors that it reads, and those that it writes.
 Use = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
@@ -99,11 +99,7 @@ class DoubleStream(Stream):
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
-        """See :meth:`Stream.issuing`. Threads whose blocks issue on one stream take turns; blocks may be nested.
-
-        Raises:
-            DoubleError: if the device has failed.
-        """
+        """Threads whose blocks issue on one stream take turns; blocks may be nested."""
         self._issuer.enter(self)
         try:
             yield
@@ -111,17 +107,16 @@ class DoubleStream(Stream):
             self._issuer.leave(self)
 
     def make_current(self) -> None:
-        """Issue the rest of the calling thread's block on this stream, as ``torch.cuda.set_stream`` does."""
+        """Issue the rest of this thread's block here, as ``torch.cuda.set_stream``."""
         self._issuer.stray(self)
 
     @property
     def strayed(self) -> bool:
-        """See :attr:`Stream.strayed`."""
         return self.has_strayed
 
-    def record(self) -> Event:
+    def record(self, *, is_timed: bool = False) -> Event:
         """See :meth:`Stream.record`; raises `DoubleError` if the device has failed."""
-        return self._issuer.record(self)
+        return self._issuer.record(self, is_timed=is_timed)
 
     def wait(self, event: Event) -> None:
         """See :meth:`Stream.wait`; raises `DoubleError` if the device has failed."""
@@ -131,29 +126,23 @@ class DoubleStream(Stream):
 
 @dataclass(slots=True, eq=False)
 class StreamBlock:
-    """A block of `Stream.issuing` that a thread is in.
+    """A block of `Stream.issuing` that a thread is in."""
 
-    Attributes:
-        stream: whose block it is.
-        current: where work in the block goes now.
-    """
-
+    #: Whose block it is.
     stream: DoubleStream
+    #: Where work in the block goes now.
     current: DoubleStream
 
 
 @dataclass(slots=True)
 class Issuing:
-    """One thread's part in issuing work.
+    """One thread's part in issuing work."""
 
-    Attributes:
-        watch: sees the operators in its blocks.
-        blocks: those that the thread is in, the innermost last.
-        segment: what the innermost issues; None outside blocks.
-    """
-
+    #: Sees the operators in its blocks.
     watch: Watch
+    #: Those that the thread is in, the innermost last.
     blocks: list[StreamBlock] = field(default_factory=list)
+    #: What the innermost issues; None outside blocks.
     segment: Segment | None = None
 
     @property
@@ -163,20 +152,15 @@ class Issuing:
 
 
 class Issuer:
-    """Issues the work of all streams of one device.
-
-    Args:
-        timeline: runs it.
-        memory: of the device.
-        next_work: the seconds of the next piece of work, and whether it fails.
-        report: takes problems.
-    """
+    """Issues the work of all streams of one device."""
 
     def __init__(
         self,
         timeline: Timeline,
         memory: Memory,
+        # The seconds of the next piece of work, and whether it fails.
         next_work: Callable[[], tuple[float, bool]],
+        # Takes problems.
         report: Callable[[str], None],
     ) -> None:
         self._timeline = timeline
@@ -191,7 +175,7 @@ class Issuer:
 
     def enter(self, stream: DoubleStream) -> None:
         """Begin a block."""
-        self._check_working()
+        self._timeline.call()
         here = self._here()
         if any(block.stream is stream for block in here.blocks):
             raise RuntimeError("issuing() is not reentrant, and this thread is in a block of the stream")
@@ -231,21 +215,22 @@ class Issuer:
             self._begin_segment(here)
         left.turn.release()
 
-    def record(self, stream: DoubleStream) -> DoubleEvent:
+    def record(self, stream: DoubleStream, *, is_timed: bool = False) -> DoubleEvent:
         """An event behind what was issued on ``stream``."""
-        self._check_working()
+        self._timeline.call()
         with self._cutting(stream):
-            return self._new_event(stream)
+            event = self._new_event(stream)
+            event.is_timed = is_timed
+            return event
 
     def wait(self, stream: DoubleStream, event: DoubleEvent) -> None:
         """Put ``event`` before what is issued on ``stream`` next."""
-        self._check_working()
+        self._timeline.call()
         event.use("waited for")
         with self._cutting(stream):
             self._wait(stream, event)
 
     def allocate(self, tensor: Tensor, stream: DoubleStream | None) -> None:
-        """See `Memory.allocate`."""
         with self._timeline.changed:
             number = None if stream is None else stream.number
             self._memory.allocate(tensor, number, self._here().segment)
@@ -259,7 +244,7 @@ class Issuer:
 
     @contextmanager
     def _cutting(self, stream: DoubleStream) -> Iterator[None]:
-        """If the calling thread is in a block of ``stream``, the work issued so far comes before what is done here."""
+        """In a block of ``stream``, work issued so far comes before this."""
         here = self._here()
         with self._timeline.changed:
             is_inside = here.stream is stream
@@ -270,7 +255,7 @@ class Issuer:
                 self._begin_segment(here)
 
     def _new_event(self, stream: DoubleStream) -> DoubleEvent:
-        event = DoubleEvent(self._report, dict(stream.clock))
+        event = DoubleEvent(self._report, dict(stream.clock), self._timeline.call)
         self._timeline.put(stream.queue, event)
         return event
 
@@ -311,7 +296,3 @@ class Issuer:
         assert segment is not None
         with self._timeline.changed:
             self._memory.made(segment, tensors, known)
-
-    def _check_working(self) -> None:
-        if self._timeline.error is not None:
-            raise DoubleError(self._timeline.error)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from rrfp.compute.devices.base import Event
+from rrfp.devices.base import Event
 from rrfp.lab.device_double.regions import Clock, Work
 
 #: The thread stays for so long after its last work.
 LINGER_S = 0.05
+
+#: Unlike `time.sleep` it holds the interpreter's lock, as calls of a driver may that wait.
+_sleep_with_lock: Any = ctypes.PyDLL(None).usleep
 
 
 class DoubleError(RuntimeError):
@@ -21,10 +26,13 @@ class DoubleError(RuntimeError):
 
 
 class DoubleEvent(Event):
-    """A point in a stream. ``report`` takes problems; ``clock`` is all work that comes before the point."""
+    """A point in a stream; ``clock`` is all work before it."""
 
-    def __init__(self, report: Callable[[str], None], clock: Clock) -> None:
+    def __init__(self, report: Callable[[str], None], clock: Clock, call: Callable[..., None]) -> None:
         self.clock = clock
+        #: Whether it may be asked for its time.
+        self.is_timed = False
+        self._call = call
         self.issued = time.monotonic()
         self.time = math.nan
         self.error: str | None = None
@@ -48,18 +56,19 @@ class DoubleEvent(Event):
         self._reached.wait()
         if self.error is not None:
             raise DoubleError(self.error)
+        self._call(works_on_broken=True)
 
     def seconds_since(self, base: Event) -> float:
-        """See :meth:`Event.seconds_since`."""
         assert isinstance(base, DoubleEvent)
         for event in (self, base):
             event.use("asked for its time")
+            if not event.is_timed:
+                self._report("an event was asked for its time that was recorded without")
             if not event.is_reached:
                 self._report("an event was asked for its time before it was reached")
         return self.time - base.time
 
     def release(self) -> None:
-        """See :meth:`Event.release`."""
         self.use("released")
         self._is_released = True
 
@@ -71,14 +80,11 @@ class DoubleEvent(Event):
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """The items of a stream that the device has not passed, in order, and when it passed the last one.
+    """The items of a stream that the device has not passed, in order, and when it passed the last one."""
 
-    Attributes:
-        items: work to run, events to reach, events to wait for.
-        at: the time of the last item passed.
-    """
-
+    #: Work to run, events to reach, events to wait for.
     items: deque[tuple[Work, float] | DoubleEvent | Barrier] = field(default_factory=deque)
+    #: The time of the last item passed.
     at: float = -math.inf
 
 
@@ -90,23 +96,36 @@ class Barrier:
 
 
 class Timeline:
-    """Passes the items of all streams at their times.
+    """Passes the items of all streams at their times."""
 
-    Args:
-        on_done: called, under the lock, for each piece of work that the device has run.
-
-    Attributes:
-        changed: the lock of everything that the device's thread and issuing threads share.
-        error: why the device has failed; None as long as it works.
-    """
-
-    def __init__(self, on_done: Callable[[Work], None]) -> None:
+    def __init__(
+        self,
+        # Called, under the lock, for each piece of work that the device has run.
+        on_done: Callable[[Work], None],
+        # Called, under the lock, when the device fails.
+        on_broken: Callable[[], None],
+        # How long a call holds the interpreter's lock.
+        locked_s: float,
+    ) -> None:
+        #: The lock of everything that the device's thread and issuing threads share.
         self.changed = threading.Condition()
+        #: Why the device has failed; None as long as it works.
         self.error: str | None = None
+        #: Whether a failure reaches also what does not lie behind it.
+        self.is_broken_everywhere = False
         self._on_done = on_done
+        self._on_broken = on_broken
+        self._locked_us = round(locked_s * 1e6)
         self._busy: set[Queue] = set()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+
+    def call(self, *, works_on_broken: bool = False) -> None:
+        """A thread makes a call of the device; raises `DoubleError` if that has failed."""
+        if self._locked_us:
+            _sleep_with_lock(self._locked_us)
+        if self.error is not None and (self.is_broken_everywhere or not works_on_broken):
+            raise DoubleError(self.error)
 
     def put(self, queue: Queue, item: Work | DoubleEvent | Barrier) -> None:
         """Append an item to a stream."""
@@ -142,7 +161,7 @@ class Timeline:
                     return
 
     def _pass(self) -> float:
-        """Pass all items whose time has come; returns when the next one's comes."""
+        """Pass all items that are due; returns when the next one is."""
         has_passed, wake = True, math.inf
         while has_passed and self._busy:
             has_passed, wake, now = False, math.inf, time.monotonic()
@@ -157,7 +176,7 @@ class Timeline:
         return wake
 
     def _due(self, queue: Queue) -> float:
-        """When the first item of ``queue`` can be passed; infinite if that is not known yet."""
+        """When the first item of ``queue`` can be passed, if that is known."""
         item = queue.items[0]
         if isinstance(item, DoubleEvent):
             return max(queue.at, item.issued)
@@ -181,10 +200,11 @@ class Timeline:
                 self._on_done(work)
 
     def _break(self, work: Work) -> None:
-        """The device fails: no stream goes on, and no event is reached any more."""
+        """The device fails: no stream goes on, no event is reached."""
         self.error = f"{work.label} failed on the device, as asked for"
         for queue in self._busy:
             for item in queue.items:
                 if isinstance(item, DoubleEvent):
                     item.reach(math.nan, self.error)
             queue.items.clear()
+        self._on_broken()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.lab.explore.bounds import Bounds, graph_bounds_of
+from rrfp.lab.explore.cases import Bounds, graph_bounds_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import Admission, Limit
 from rrfp.memory.banker import Banker
@@ -98,30 +98,27 @@ class GraphCase:
 
 
 def graphs_of(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The edges of every acyclic graph of ``count`` virtual stages that are numbered along them."""
+    """The edges of every acyclic graph of ``count`` virtual stages."""
     pairs = list(combinations(range(count), 2))
     for kept in product((False, True), repeat=len(pairs)):
         yield tuple(pair for pair, is_kept in zip(pairs, kept, strict=True) if is_kept)
 
 
 def tables_of(count: int) -> Iterator[tuple[int, ...]]:
-    """Every placement of ``count`` virtual stages, up to the numbers of the stages."""
+    """Every placement of virtual stages, up to the stages' numbers."""
     for table in product(range(count), repeat=count):
         if all(stage <= max(table[:v], default=-1) + 1 for v, stage in enumerate(table)):
             yield table
 
 
 def slots_of(
-    table: Sequence[int], microbatches: int, skipped: Sequence[Skipped] = (), most_spare: int | None = None
+    table: Sequence[int],
+    microbatches: int,
+    skipped: Sequence[Skipped] = (),
+    # So many slots above the fewest at most; None: no bound.
+    most_spare: int | None = None,
 ) -> Iterator[tuple[int, ...]]:
-    """Every limit, from the fewest slots that one microbatch needs to the most that all of them take.
-
-    Args:
-        table: the stage of each virtual stage.
-        microbatches: M.
-        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
-        most_spare: so many slots above the fewest at most; None: no bound.
-    """
+    """Every limit, from the fewest slots of one microbatch upwards."""
     choices = []
     for stage in range(max(table) + 1):
         here = {v for v, at in enumerate(table) if at == stage}
@@ -133,7 +130,7 @@ def slots_of(
 
 
 def random_skips(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> tuple[Skipped, ...]:
-    """For each microbatch the virtual stages that it skips: each of ``count`` with the probability ``share``."""
+    """For each microbatch, the virtual stages that it skips by chance."""
     return tuple(frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches))
 
 

@@ -73,7 +73,8 @@ def _problems(scenario: Scenario, cluster: FaultCluster, ending: Ending, text: s
 
 
 def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
-    """How a run with all these faults may end: by any of them, and well only if each of them may end well."""
+    """How a run with all these faults may end."""
+    # By any of them; well only if each of them may end well.
     dead = {fault.rank for fault in scenario.faults if isinstance(fault, Death)}
     each = []
     for fault in scenario.faults:
@@ -97,7 +98,8 @@ def _of_a_finish(scenario: Scenario, cluster: FaultCluster) -> Iterator[str]:
 
 
 def _is_missed_by_nobody(message: AnyId) -> bool:
-    """Whether nothing may wait for ``message``: most of what a follower holds only makes its leader count better."""
+    """Whether nothing may wait for ``message``."""
+    # Most of what a follower holds only makes its leader count better.
     return isinstance(message, GroupMessageId) and message.kind is GroupMessageKind.HELD
 
 

@@ -19,7 +19,7 @@ _REPORTS = frozenset({GroupMessageKind.READY, GroupMessageKind.HELD})
 
 @dataclass(frozen=True, slots=True)
 class ContractViolation:
-    """A message that breaks the contract as its receiver gets it: in what way, and the words a refusal must name."""
+    """How a message breaks the contract, and what a refusal must name."""
 
     parcel: Parcel
     how: str
@@ -41,7 +41,7 @@ class MessageChecker:
         self._seen: set[AnyId] = set()
 
     def open_step(self, step: StepId) -> tuple[ContractViolation | None, ContractViolation | None]:
-        """The step opens, and what came early counts; returns the first breach for the arbiter, and for the core."""
+        """What came early counts; returns the first breach for arbiter and core."""
         self._step, self._is_over = step, False
         self._due, self._seen = {}, set()
         early, self._early = self._early, []
@@ -56,14 +56,14 @@ class MessageChecker:
         self._is_over = True
 
     def is_early(self, parcel: Parcel) -> bool:
-        """Whether ``parcel`` is for the step that opens next. Answers to the rank never are."""
+        """Whether ``parcel``, no answer to the rank, is for the next step."""
         content = parcel.content
         is_answer = isinstance(content, ev.Consumed)
         is_answer |= isinstance(content, GroupMessage) and content.kind is GroupMessageKind.HELD
         return parcel.step.number == (0 if self._step is None else self._step.number + 1) and not is_answer
 
     def judge(self, parcel: Parcel) -> ContractViolation | None:
-        """``parcel`` reaches the rank; returns how it breaks the contract, if it does."""
+        """How ``parcel`` breaks the contract as it reaches the rank, if so."""
         if self.is_early(parcel):
             self._early.append(parcel)
             return None
@@ -77,7 +77,7 @@ class MessageChecker:
         return self._repeated(parcel)
 
     def _is_idle_report(self, parcel: Parcel) -> bool:
-        """Whether ``parcel`` reports bytes of a step that the leader has ended: no task waits for the last of them."""
+        """Whether it reports bytes of a step that the leader has ended."""
         content, step = parcel.content, self._step
         is_of_bytes = isinstance(content, GroupMessage) and content.kind is GroupMessageKind.HELD
         return is_of_bytes and step is not None and parcel.step.number < step.number + self._is_over
@@ -104,7 +104,7 @@ class MessageChecker:
 
 
 def _is_for_core(parcel: Parcel) -> bool:
-    """Whether a core gets it, which keeps what comes a step early; if not, an `AgreementArbiter` does."""
+    """Whether a core gets it, or else an `AgreementArbiter`."""
     content = parcel.content
     return not isinstance(content, GroupMessage) or content.kind in _REPORTS or content.kind is GroupMessageKind.ORDER
 
@@ -114,7 +114,7 @@ def _task(parcel: Parcel) -> str:
 
 
 def _words(parcel: Parcel, *more: str) -> tuple[str, ...]:
-    """How a refusal must call ``parcel``: by its task and sender, or by its sender in a group."""
+    """What a refusal of ``parcel`` must say: task and sender, or member."""
     sender = parcel.id.sender
     if not _is_for_core(parcel):
         return (f"member {sender.member if isinstance(sender, Rank) else 0} of the group",)

@@ -7,7 +7,7 @@ other core receives `Aborted`, as it does from the shell, and must stop at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TypeVar
@@ -17,17 +17,70 @@ from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
-from rrfp.lab.cluster.cluster import Envelope
-from rrfp.lab.cluster.event_queue import EventQueue, TimedCluster
+from rrfp.lab.cluster.checker import RankChecker
+from rrfp.lab.cluster.cluster import Envelope, TimedCluster
+from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.lab.faults.checker import ContractViolation, Ending
-from rrfp.lab.faults.dataflow import MissingInputError, Reference
+from rrfp.lab.faults.checker import ContractViolation, Ending, MessageChecker
+from rrfp.lab.faults.dataflow import MissingInputError, Reference, StageValues
 from rrfp.lab.faults.deadlock_report import DeadlockReport
 from rrfp.lab.faults.faults import Death, Fault, Pause
 from rrfp.lab.faults.network import FaultyNetwork, Parcel, identity_of
-from rrfp.lab.faults.node import FaultNode
 from rrfp.lab.faults.scenario import Scenario
 from rrfp.model.tasks import Mode, StepId, Task
+
+
+class FaultChecker(RankChecker):
+    """Collects what is wrong on one rank, against a reference's values."""
+
+    #: Of the step that is open.
+    reference: Reference
+
+    def __init__(self, rank: Rank, scenario: Scenario) -> None:
+        graph, limit, parallelism = scenario.graph, scenario.limits[rank.stage], scenario.parallelism
+        # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
+        # held from its chunk on. In a forced order so may the lowest microbatch of each.
+        extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
+        most_bytes = None if limit.bytes is None else limit.bytes + extra
+        super().__init__(rank, graph, limit, most_bytes, scenario.visits_of)
+        self.violations: list[str] = []
+
+    def object_to(self, what: str) -> None:
+        """Keep it for the report."""
+        self.violations.append(self.named(what))
+
+    def compare(self, task: Task, value: int) -> None:
+        """``task`` has computed ``value``."""
+        if value != self.reference.values.get(task):
+            self.object_to(f"computed a wrong value in {task}: it read a wrong or stale input")
+
+    def compare_gradients(self, gradients: Mapping[int, int], expected: Mapping[int, int]) -> None:
+        """The step is done, with these sums over replicas by virtual stage."""
+        for v, gradient in expected.items():
+            if gradients.get(v, 0) != gradient:
+                self.object_to(f"has a wrong gradient on virtual stage {v}")
+
+
+class FaultNode(Node):
+    """One rank of a run."""
+
+    checker: FaultChecker
+
+    def __init__(self, rank: Rank, core: StageCore, scenario: Scenario) -> None:
+        super().__init__(rank, core, FaultChecker(rank, scenario))
+        self.messages = MessageChecker()
+        self.values = StageValues(scenario.graph, rank.salt)
+        self._visits_of = scenario.visits_of
+        self.running = 0
+        self.sums: dict[int, int] = {}
+
+    def open_step(self, step: StepId) -> None:
+        """Its next step begins, on nothing."""
+        super().open_step(step)
+        self.values.open_step(self._visits_of(step))
+        self.sums = {}
+
 
 T = TypeVar("T")
 
@@ -35,7 +88,7 @@ Failure = tuple[Ending, Origin]
 
 
 class Failures:
-    """Those of one run of ``num_steps``; for each stage that it passes, a report travels ``latency`` seconds."""
+    """The failures of one run, and how reports of them travel."""
 
     def __init__(
         self,
@@ -62,7 +115,7 @@ class Failures:
     def accept(
         self, node: FaultNode, receive: Callable[[], T], what: object, breach: ContractViolation | None
     ) -> T | None:
-        """``node`` must refuse ``what`` if it is a breach, and only then; returns its answer, None if it refused."""
+        """``node``'s answer to ``what``; None if it refused, as it must a breach."""
         try:
             result = receive()
         except ProtocolError as error:
@@ -73,7 +126,7 @@ class Failures:
         return result
 
     def refused(self, node: FaultNode, what: object, error: ProtocolError, breach: ContractViolation | None) -> None:
-        """``node`` refused ``what``, and all end; it must have been a breach, and the error must name it."""
+        """``node`` refused ``what``: a breach, which the error must name."""
         self._report(node, "refuses:", error)
         if breach is None:
             self.violations.append(f"{node.rank.name} refused {what}, which keeps the contract: {error}")
@@ -95,7 +148,7 @@ class Failures:
         return Origin(rank.stage, None, cause, None if is_alone else int(rank))
 
     def _spread(self, origin: Rank, failure: Failure, time: float) -> None:
-        """From ``time`` on the report of a failure travels from stage to stage."""
+        """From ``time`` on a report travels from stage to stage."""
         for node in self._nodes:
             if node.rank != origin:
                 delay = self._latency * max(1, abs(origin.stage - node.rank.stage))
@@ -115,7 +168,7 @@ class Failures:
 
 
 class Availability:
-    """When a rank takes in what happens to it; see `rrfp.lab.cluster.event_queue.Availability`."""
+    """When a rank takes in what happens to it."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         pauses = [fault for fault in faults if isinstance(fault, Pause)]
@@ -123,7 +176,7 @@ class Availability:
         self._deaths = {fault.rank: fault.at for fault in faults if isinstance(fault, Death)}
 
     def __call__(self, rank: int, now: float) -> float | None:
-        """When ``rank`` takes in what happens to it ``now``: now, unless it is paused; None if it has ended."""
+        """When ``rank`` takes in what happens now; None if it has ended."""
         if self.is_dead(rank, now):
             return None
         time = now
@@ -150,16 +203,14 @@ _MOST_EVENTS = 100_000
 
 
 class FaultCluster(TimedCluster[FaultNode]):
-    """Runs one scenario, to its end with `run`.
-
-    Args:
-        scenario: what to run.
-        make_core: makes the cores, called like `StageCore`.
-        trace: called with everything that happens, in lines of text; None: with nothing.
-    """
+    """Runs one scenario, to its end with `run`."""
 
     def __init__(
-        self, scenario: Scenario, make_core: CoreFactory = StageCore, trace: Callable[[str], None] | None = None
+        self,
+        scenario: Scenario,
+        make_core: CoreFactory = StageCore,
+        # Called with everything that happens, in lines of text; None: with nothing.
+        trace: Callable[[str], None] | None = None,
     ) -> None:
         self._scenario = scenario
         self._parallelism = parallelism = scenario.parallelism
@@ -187,7 +238,6 @@ class FaultCluster(TimedCluster[FaultNode]):
         )
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        """See `Cluster.opened`."""
         return replace(super().opened(step), skipped=self._scenario.visits_of(step).skipped)
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
@@ -198,7 +248,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         return FaultNode(rank, core, scenario)
 
     def run(self) -> tuple[Ending, str]:
-        """Run it to its end, whatever that is; returns how it ended, and the error that it ended with, or empty."""
+        """Run to the end; returns how it ended, and its error, if any."""
         for node in self.nodes:
             self.queue.put(0.0, node.rank, self._open, None)
         if self._death is not None:
@@ -242,7 +292,7 @@ class FaultCluster(TimedCluster[FaultNode]):
             self.open_step(node)
 
     def open_step(self, node: FaultNode) -> None:
-        """It takes in what came early, and what the network has kept for it arrives."""
+        """What came early, or was kept for this step, arrives."""
         step = self.steps[node.num_opened]
         self._report(node, "opens", step)
         node.open_step(step)
@@ -306,7 +356,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         self.complete(node, seconds)
 
     def bytes_held(self, node: FaultNode, task: Task) -> int:
-        """The same after each task of a microbatch and chunk but the last."""
+        """The same after each task of a chunk but the last."""
         is_last = task.kind is self._scenario.graph.last_kind(task.virtual_stage, Mode.TRAIN)
         return 0 if is_last else self._parallelism.bytes_held[node.rank.member]
 
@@ -391,7 +441,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         self.apply(self.nodes[rank], event)
 
     def apply(self, node: FaultNode, event: ev.Event) -> None:
-        """Its core must take it in, unless it comes in a message that breaks the contract."""
+        """Its core must take the event in, unless it breaks the contract."""
         breach, self._breach = self._breach, None
         instructions = self.failures.accept(node, partial(node.core.apply, event), event, breach)
         if instructions is None:

@@ -21,24 +21,19 @@ class MissingInputError(Exception):
 
 
 def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int:
-    """What ``task`` computes in a step from the values that it reads, in graph order.
-
-    Ranks have salts: replicas have other data, members of a group other shards.
-    """
+    """What ``task`` computes from the values that it reads, in graph order."""
+    # Ranks have salts: replicas have other data, members of a group other shards.
     # A hash of a tuple of integers is the same in every process; only hashes of text are not.
     return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, salt, *read))
 
 
 def adds_to_gradient(graph: TaskGraph, task: Task) -> bool:
-    """Whether ``task`` forms weight gradients: W, or B where backward is not split."""
+    """Whether ``task`` forms weight gradients: W, or an unsplit B."""
     return task.kind is Kind.W or (task.kind is Kind.B and not graph.split[task.virtual_stage])
 
 
 class Reference:
-    """The value of every task of a step, straight from the graph; ``salt`` as of `value_of`.
-
-    ``visits`` says what its microbatches visit, by default everything.
-    """
+    """The value of every task of a step, straight from the graph."""
 
     def __init__(self, graph: TaskGraph, step: StepId, salt: int = 0, visits: Visits | None = None) -> None:
         exists = (Visits(step.microbatches) if visits is None else visits).exists
@@ -63,7 +58,7 @@ class Reference:
 
 
 class StageValues:
-    """The values that one rank holds, as a mailbox and activations would; ``salt`` as of `value_of`."""
+    """The values of one rank, as mailbox and activations would hold them."""
 
     def __init__(self, graph: TaskGraph, salt: int = 0) -> None:
         self._graph = graph
@@ -83,7 +78,7 @@ class StageValues:
         return self._gradients
 
     def open_step(self, visits: Visits) -> None:
-        """The next step began: nothing of the last one is left, and what came early counts."""
+        """Nothing of the last step is left, and what came early counts."""
         self._visits = visits
         self._outputs = dict(self._early)
         self._early = []
@@ -91,7 +86,7 @@ class StageValues:
         self._gradients = {}
 
     def file(self, task: Task, value: int, *, is_early: bool) -> None:
-        """The output of ``task`` arrived, for the step that runs or for the next one."""
+        """The output of ``task`` arrived, for this step or the next."""
         if is_early:
             self._early.append((task, value))
         else:

@@ -36,7 +36,7 @@ class Debt:
 
 
 class DeadlockReport:
-    """The debts of all ranks of a pipeline in which nothing can happen any longer."""
+    """The debts of all ranks when nothing can happen any longer."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
@@ -86,7 +86,7 @@ class DeadlockReport:
         yield from self._reports(node, step)
 
     def _reports(self, node: Node, step: StepId) -> Iterator[Debt]:
-        """What the leader of a group waits for: its followers' reports of ready tasks, and of bytes."""
+        """The followers' reports that the leader waits for."""
         rank = node.rank
         entries = self._waiting[rank]
         for task, entry in entries.items():
@@ -120,7 +120,7 @@ class DeadlockReport:
                 yield Debt(message, self._has_run(sender, step, here))
 
     def _orders(self, node: Node, leader: Node, step: StepId) -> Iterator[Debt]:
-        """Entries of the log that a follower has not got: those that its leader has sent, or else the next one."""
+        """Entries of the log that a follower lacks."""
         core = node.core
         if core.step is None or not self._waiting[node.rank]:
             return

@@ -65,7 +65,7 @@ class GroupMessageId:
 
     @property
     def channel(self) -> Channel:
-        """The FIFO that it travels in: all that one member says to another."""
+        """The FIFO of all that one member says to another."""
         return self.sender, self.receiver, "group"
 
     @property
@@ -196,7 +196,7 @@ Fault = Spike | Pause | Death | MessageFault
 
 
 def name_of(fault: Fault) -> str:
-    """How a kind of fault is called: "spike", "lose", "delay copy"; "lose order" where what it hits is no output."""
+    """The name of a kind of fault: "spike", "lose", "delay copy"."""
     name = type(fault).__name__.lower()
     if isinstance(fault, Delay) and fault.is_copy:
         name += " copy"

@@ -29,10 +29,10 @@ from rrfp.model.tasks import StepId
 
 
 class Parcel(NamedTuple):
-    """A message on its way; its number is its index, from 0, among the messages of its channel in its step.
+    """A message on its way."""
 
-    One that travels elsewhere than between bare cores has no packet.
-    """
+    # Its number is its index, from 0, among the messages of its channel in its step. One that travels elsewhere than
+    # between bare cores has no packet.
 
     id: AnyId
     number: int
@@ -65,18 +65,15 @@ def identity_of(packet: Envelope) -> AnyId:
 
 
 class FaultyNetwork:
-    """Every link of one run; faults of ranks other than spikes are none of its business.
-
-    Attributes:
-        kept: messages, or copies, that are kept back: by `Swap` until the next of their channel is sent, by `Delay`
-            until their receiver opens a later step.
-        lost: messages that never arrive.
-        applied: the faults that have had their chance.
-    """
+    """Every link of one run, with spikes and faults of messages."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
+        #: Messages, or copies, that are kept back: by `Swap` until the next of their channel is sent, by
+        #: `Delay` until their receiver opens a later step.
         self.kept: list[tuple[MessageFault, Parcel]] = []
+        #: Messages that never arrive.
         self.lost: list[AnyId] = []
+        #: The faults that have had their chance.
         self.applied: list[Fault] = []
         self._spikes = [fault for fault in faults if isinstance(fault, Spike)]
         self._hits = {fault.message: fault for fault in faults if isinstance(fault, MessageFault)}
@@ -86,14 +83,14 @@ class FaultyNetwork:
         self._next_numbers: dict[tuple[int, Channel], int] = {}
 
     def next_number(self, message: AnyId) -> int:
-        """The number of ``message``, which is about to be sent, in its channel and step."""
+        """The number of ``message``, to be sent, in its channel and step."""
         key = (message.step, message.channel)
         number = self._next_numbers.get(key, 0)
         self._next_numbers[key] = number + 1
         return number
 
     def send(self, parcel: Parcel, now: float, latency: float) -> list[tuple[float, Parcel]]:
-        """A rank sends ``parcel``, which travels ``latency`` seconds without any spike; returns what arrives when."""
+        """Send ``parcel``, for ``latency`` seconds but for spikes; returns arrivals."""
         channel = parcel.id.channel
         for spike in self._spikes:
             if channel[:2] == (spike.sender, spike.receiver) and spike.start <= now < spike.end:
@@ -117,7 +114,7 @@ class FaultyNetwork:
         return arrivals + [(arrival, other) for other in swapped]
 
     def step_opened(self, rank: int, step: int) -> list[Parcel]:
-        """``rank`` opened step ``step``: what was kept for a later step of it arrives."""
+        """What was kept for ``step`` of ``rank``, or a later one, arrives."""
         return self.release(
             lambda fault, parcel: isinstance(fault, Delay) and parcel.id.receiver == rank and parcel.id.step < step
         )
@@ -127,7 +124,7 @@ class FaultyNetwork:
         return self.release(lambda fault, _: isinstance(fault, Swap)) + self.release(lambda *_: True)
 
     def release(self, is_due: Callable[[MessageFault, Parcel], bool]) -> list[Parcel]:
-        """Keep back no longer what is due; returns it, in the order in which it was sent."""
+        """What is kept back no longer, in the order of sending."""
         due = [parcel for fault, parcel in self.kept if is_due(fault, parcel)]
         self.kept = [(fault, parcel) for fault, parcel in self.kept if not is_due(fault, parcel)]
         return due

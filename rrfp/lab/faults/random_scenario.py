@@ -41,7 +41,7 @@ from rrfp.schedules.registry import make_schedule, schedule_names
 
 
 class RandomFaults:
-    """Draws the faults of a scenario that has none yet; the generator decides everything."""
+    """Draws the faults of a scenario that has none yet."""
 
     def __init__(self, rng: random.Random, scenario: Scenario) -> None:
         self._rng = rng
@@ -138,7 +138,7 @@ class RandomFaults:
         return self._parallelism.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
     def _counterparts(self, *stages: int) -> list[Rank]:
-        """One rank of each of these stages, all of the same replica and with the same index in their groups."""
+        """One rank of each stage, all of one replica and member."""
         chosen = self._rng.choice(self._ranks)
         counterparts = [r for r in self._ranks if (r.replica, r.member) == (chosen.replica, chosen.member)]
         return [counterparts[stage] for stage in stages]
@@ -201,7 +201,6 @@ class AnyReady(Hint):
         self._random = random.Random(seed)
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
-        """See `rrfp.core.hint.Hint.choose`."""
         return self._random.choice(list(ready))
 
 
@@ -264,13 +263,14 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
 
 
 def _takes_offers(seed: int, depth: int, parallelism: Parallelism, limits: Sequence[Limit]) -> bool:
-    """Whether lanes take offers, where tasks may be offered. Drawn apart, so that it changes nothing else of a seed."""
+    """Whether lanes take offers."""
+    # Drawn apart, so that it changes nothing else of a seed.
     is_possible = depth == 1 and parallelism.members == 1 and limits[0].bytes is None
     return is_possible and random.Random(f"{seed} offers").random() < 0.5
 
 
 def _graph(rng: random.Random) -> TaskGraph:
-    """A chain, at times with one skip edge, with each virtual stage split or not."""
+    """A chain, at times with a skip edge, each virtual stage split or not."""
     placement = Placement(rng.choice([1, 2, 2, 2, 3, 3, 4, 5]), rng.choice([1, 1, 2]), rng.choice(["looped", "v"]))
     count = placement.num_virtual_stages
     edges = [(v, v + 1) for v in range(count - 1)]
@@ -282,7 +282,7 @@ def _graph(rng: random.Random) -> TaskGraph:
 
 
 def _branches(rng: random.Random) -> TaskGraph:
-    """Up to six virtual stages with any edges, on up to four stages, each split or not."""
+    """Up to six virtual stages with any edges, on up to four stages."""
     count, density = rng.randint(2, 6), rng.choice([0.3, 0.5, 0.8])
     edges = tuple([(u, v) for v in range(count) for u in range(v) if rng.random() < density])
     drawn = [rng.randrange(4) for _ in range(count)]
@@ -300,7 +300,7 @@ def _steps(rng: random.Random) -> tuple[StepId, ...]:
 
 
 def _durations(rng: random.Random, count: int, microbatches: int) -> dict[Kind, Rows]:
-    """Every virtual stage has its own speed; single tasks are longer by chance; at times all are whole numbers."""
+    """By virtual stage, with single tasks longer; at times whole numbers."""
     speeds = [rng.uniform(0.5, 2.0) for _ in range(count)]
     jitter, is_whole = rng.choice([0.0, 1.0, 5.0]), rng.random() < 0.2
 
@@ -323,7 +323,7 @@ def _latencies(rng: random.Random, count: int, microbatches: int) -> dict[Kind, 
 def _gates(
     rng: random.Random, graph: TaskGraph, microbatches: int, *, may_wait: bool
 ) -> tuple[tuple[Limit, ...], frozenset[ForcedOrder]]:
-    """What may keep a task out although its inputs are there: limits and forced orders."""
+    """Limits and forced orders, which may keep a task out."""
     limits, in_order = _limits(rng, graph, microbatches), _in_order(rng, graph)
     if may_wait:  # a hint that waits for one task must never find it blocked
         return (Limit(),) * graph.placement.stages, frozenset()
@@ -331,10 +331,9 @@ def _gates(
 
 
 def _in_order(rng: random.Random, graph: TaskGraph) -> frozenset[ForcedOrder]:
-    """At times one kind runs in microbatch order, on most virtual stages, or all do on all.
-
-    Often enough for 600 runs to show that the reserve rule is missing: that takes a small limit and bad luck as well.
-    """
+    """At times one kind runs in microbatch order on most virtual stages, or all do on all."""
+    # Often enough for 600 runs to show that the reserve rule is missing: that takes a small limit and bad luck as
+    # well.
     chance = rng.random()
     if chance >= 0.4:
         return natural_order(graph) if chance < 0.5 else frozenset()
@@ -359,7 +358,7 @@ def _methods() -> tuple[str, ...]:
 
 
 def _method(rng: random.Random, graph: TaskGraph, steps: Sequence[StepId]) -> tuple[str, Callable[[int], Hint]]:
-    """One that fits the pipeline. A schedule is for one chunk a stage, or for several, and so on."""
+    """A method that fits: many schedules are for one chunk a stage."""
     methods = _methods()
     name = next(name for name in rng.sample(methods, len(methods)) if _fits(name, graph, steps))
     if name == _RANDOM:
@@ -383,7 +382,7 @@ def _fits(name: str, graph: TaskGraph, steps: Sequence[StepId]) -> bool:
 
 
 def _parallelism(rng: random.Random, stages: int, microbatches: int, *, may_agree: bool) -> Parallelism:
-    """Mostly one rank a stage; groups and replicas where the pipeline is small, so that runs stay short."""
+    """Mostly one rank a stage; groups and replicas of small pipelines."""
     is_small = stages <= 3 and stages * microbatches <= 12
     members = rng.choice([1, 1, 1, 1, 1, 2, 2, 3]) if is_small else 1
     replicas = rng.choice([1, 1, 1, 1, 1, 1, 2]) if is_small and members < 3 else 1

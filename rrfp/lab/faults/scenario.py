@@ -41,7 +41,7 @@ class Parallelism:
     jitter: float = 0.0
 
     def lag(self, step: int, microbatch: int, virtual_stage: int, member: int) -> float:
-        """How much later than it must an output reaches a member, in seconds."""
+        """Seconds that an output may reach a member late."""
         return self.jitter * (hash((step, microbatch, virtual_stage, member)) % 997) / 997 if self.jitter else 0.0
 
     @property
@@ -127,7 +127,7 @@ class Scenario:
                 yield f"microbatch {m} skips {' '.join(map(str, sorted(skipped)))}"
 
     def describe(self) -> list[str]:
-        """The run in lines of text: the pipeline, how it is scheduled, its steps, and a line a fault."""
+        """The run in lines of text, one a fault."""
         forced = " ".join(f"{kind}@{v}" for kind, v in sorted(self.in_order))
         limits = " ".join("-" if limit.microbatches is None else str(limit.microbatches) for limit in self.limits)
         parallelism = self.parallelism.describe()
@@ -147,7 +147,7 @@ class Scenario:
         return ranks_of(self.graph.placement.stages, self.parallelism.replicas, self.parallelism.members)
 
     def latency(self, output: Arrived, member: int) -> float:
-        """How long ``output`` travels to ``member`` of the stage that reads it, in seconds."""
+        """Seconds that ``output`` travels to ``member`` of its reader."""
         kind, microbatch, virtual_stage = output.task
         lag = self.parallelism.lag(output.step.number, microbatch, virtual_stage, member)
         return self.latencies[kind][virtual_stage][microbatch] + lag

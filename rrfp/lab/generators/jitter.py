@@ -14,8 +14,6 @@ same for every method, and comparable between levels:
   are 1/C as long. So C short tasks are delayed as much together, on average, as one whole task.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,7 +64,7 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
 def _delays(
     forward: Matrix, backward: Matrix, level: JitterLevel, floors: Matrix, seed: int, step: int
 ) -> tuple[Matrix, Matrix]:
-    """Seconds by which each F and each B is lengthened, both V x M; ``floors`` has one for each virtual stage."""
+    """Seconds by which each F and B is lengthened, V x M."""
     # The last two axes are (F, B) and (hit, size). Microbatches are drawn in order, so M does not change the numbers.
     draws = [
         generator(RandomStream.JITTER, seed, step, v).random((forward.shape[1], 2, 2)) for v in range(len(forward))
@@ -81,7 +79,7 @@ def _delays(
 
 
 def _running_averages(times: Matrix) -> Matrix:
-    """The average e after each task; both V x M x (F, B)."""
+    """The average e after each task, V x M x (F, B)."""
     averages = np.empty_like(times)
     average = times[:, 0, 0]
     for m in range(times.shape[1]):

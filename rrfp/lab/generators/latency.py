@@ -8,8 +8,6 @@ The paper publishes two statistics of its messages, (p95 - p5) / p50 = 58.74 and
 about the first (48.8) and not the second (1.2), `bimodal` has both (58.6 and 50.7).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -99,7 +97,7 @@ def _delays(
     shortest: float,
     longest: float,
 ) -> Matrix:
-    """The seconds that some messages take beyond their wire time, uniform; 0 for the others."""
+    """Seconds of some messages beyond their wire time; 0 for others."""
     rows = [generator(stream, seed, step, v).random((shape[1], 2)) for v in range(shape[0])]
     uniform = np.array(rows, dtype=np.float64).reshape(*shape, 2)
     return np.where(uniform[..., 0] < probability, shortest + (longest - shortest) * uniform[..., 1], 0.0)

@@ -11,8 +11,6 @@ the mean stays. The three graphs have the same parts, work and bytes, and differ
 - ``colocated``: every stage has an Nth of each part.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import numpy as np
 
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
+from rrfp.lab.generators import IMAGES, SOUNDS
 from rrfp.lab.generators.jitter import with_jitter
 from rrfp.lab.generators.latency import with_latency
 from rrfp.lab.generators.profiles import PLAIN_BYTES, PLAIN_FORWARD
@@ -32,9 +31,6 @@ from rrfp.model.placement import TablePlacement
 from rrfp.model.visits import Skipped
 from rrfp.plain import whole
 
-#: The name of the profile.
-MULTIMODAL = "multimodal"
-
 GraphName = Literal["chain", "branch", "colocated"]
 GRAPHS: tuple[str, ...] = get_args(GraphName)
 
@@ -42,8 +38,6 @@ GRAPHS: tuple[str, ...] = get_args(GraphName)
 PARTS = {"vision": 0.020, "audio": 0.010, "lm": 0.050}
 #: Deviations of the logarithms of their factors, which have mean 1.
 SIGMAS = {"vision": 0.5, "audio": 0.5, "lm": 0.25}
-#: The share of microbatches that have an image, and a sound, where none is given.
-IMAGES, SOUNDS = 0.6, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,7 @@ def multimodal_costs(
 def multimodal_sizes(
     microbatches: int, *, images: float = IMAGES, sounds: float = SOUNDS, seed: int = 0, step: int = 0
 ) -> tuple[float, ...]:
-    """The time of all tasks of each microbatch of `multimodal_costs`, without jitter and latency, in seconds."""
+    """The seconds of each microbatch in all, without jitter and latency."""
     factors = _factors(microbatches, _shares(images, sounds), whole("seed", seed, 0), whole("step", step, 0))
     total = sum(3 * seconds * factors[part] for part, seconds in PARTS.items())
     return tuple(np.asarray(total).tolist())
@@ -112,7 +106,7 @@ def _shares(images: float, sounds: float) -> dict[str, float]:
 
 
 def _factors(microbatches: int, shares: dict[str, float], seed: int, step: int) -> dict[str, Matrix]:
-    """By part, each microbatch's factor on its mean forward: 0 where it has no such part."""
+    """By part, each microbatch's factor on its mean forward; 0 without the part."""
     random = generator(RandomStream.PROFILE, seed, step)
     draws = random.random((microbatches, len(PARTS)))
     normal = generator(RandomStream.MULTIMODAL, seed, step).standard_normal((microbatches, len(PARTS)))
@@ -123,7 +117,7 @@ def _factors(microbatches: int, shares: dict[str, float], seed: int, step: int) 
 
 
 def _equal_shares(stages: int) -> list[_Piece]:
-    """The parts one after the other, cut into N shares of as many seconds; a share may be of several parts."""
+    """The parts one after the other, cut into N equal shares."""
     ends = dict(zip(PARTS, itertools.accumulate(PARTS.values()), strict=True))
     cuts = sorted({*ends.values(), *(ends["lm"] * (i + 1) / stages for i in range(stages))})
     pieces, begin = [], 0.0
@@ -152,7 +146,7 @@ def _chain(pieces: Sequence[_Piece], factors: dict[str, Matrix]) -> CostTable:
 
 
 def _graph(pieces: Sequence[_Piece], factors: dict[str, Matrix], *, skip: bool) -> CostTable:
-    """A virtual stage for each piece; the last ones of both encoders lead to the first of the language model."""
+    """Both encoders' last virtual stages lead to the language model's first."""
     rows = np.stack([piece.seconds * factors[piece.part] for piece in pieces])
     by_part = {part: [v for v, piece in enumerate(pieces) if piece.part == part] for part in PARTS}
     edges = [edge for part in PARTS for edge in itertools.pairwise(by_part[part])]
@@ -174,7 +168,7 @@ def _graph(pieces: Sequence[_Piece], factors: dict[str, Matrix], *, skip: bool) 
 
 
 def _held(forward: Matrix) -> Matrix:
-    """Bytes in proportion to the forward. What has nothing to do passes its input on, and holds no less than a byte."""
+    """Bytes in proportion to the forward, at least one."""
     return np.maximum(1.0, forward * (PLAIN_BYTES / PLAIN_FORWARD))
 
 
@@ -183,7 +177,7 @@ def _name(part: str, virtual_stages: Sequence[int], virtual_stage: int) -> str:
 
 
 def _skipped(by_part: dict[str, list[int]], factors: dict[str, Matrix]) -> tuple[Skipped, ...]:
-    """For each microbatch the virtual stages of the parts that have nothing to do for it."""
+    """For each microbatch, the virtual stages that have nothing to do."""
     return tuple(
         frozenset(v for part, numbers in by_part.items() if not factors[part][m] for v in numbers)
         for m in range(len(factors["lm"]))

@@ -10,8 +10,6 @@ second half of the last stage's, and the output layer. A step's work is the same
 is not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -104,7 +102,7 @@ def microbatch_sizes(
 
 
 def _factors(profile: str, stages: int, microbatches: int, seed: int, step: int) -> Matrix:
-    """The profile's factors of the stages' layers for one step, N x M."""
+    """The factors of the stages' layers for one step, N x M."""
     if profile not in PROFILES:
         raise ConfigError(f"profile is {profile!r}, must be one of {', '.join(PROFILES)}")
     stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
@@ -113,7 +111,7 @@ def _factors(profile: str, stages: int, microbatches: int, seed: int, step: int)
 
 
 def _cut(profile: str, factors: Matrix, chunks: int) -> Matrix:
-    """The factors of the virtual stages, NC x M: each stage's layers in C equal parts, and the output layer."""
+    """The factors of the virtual stages, NC x M, output layer included."""
     rows = np.repeat(factors / chunks, chunks, axis=0)
     rows[-1] *= 1 + output_layer(profile) * chunks
     return rows
@@ -137,7 +135,7 @@ def _plain_table(rows: Matrix, stages: int, chunks: int, placement: Layout) -> C
 
 
 def _on_machines(table: CostTable, factors: Matrix) -> CostTable:
-    """The split table with each stage's tasks as much longer as its machine takes."""
+    """The split table with each stage's tasks as long as its machine takes."""
     assert table.weight is not None
     rows = factors[[table.stage_of(v) for v in range(table.num_virtual_stages)], np.newaxis]
     forward, backward, weight = (times * rows for times in (table.forward, table.backward, table.weight))

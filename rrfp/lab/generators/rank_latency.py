@@ -28,7 +28,7 @@ RANK_LATENCY_MODELS = (*LATENCY_MODELS, SHUFFLED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLatencies:
-    """The latencies of every rank's messages, in seconds; both (V-1) x M x T, copied and made read-only."""
+    """The latencies of every rank's messages: both (V-1) x M x T, in seconds."""
 
     #: Row v is from the end of F on v to its arrival at v + 1, by microbatch and rank.
     forward: Cube
@@ -60,7 +60,7 @@ class RankLatencies:
         return cls(forward, backward)
 
     def slowest(self, costs: CostTable) -> CostTable:
-        """The table of the group as one rank: every message takes as long as that of the slowest rank."""
+        """The table of the group as one rank, its slowest."""
         self.check_fits(costs)
         return replace(costs, latency_forward=self.forward.max(axis=2), latency_backward=self.backward.max(axis=2))
 
@@ -71,19 +71,18 @@ class RankLatencies:
             raise ConfigError(f"latencies have shape {self.forward.shape}, must be {expected} for these costs")
 
 
-def rank_latencies(costs: CostTable, model: str, tp: int, *, seed: int = 0, step: int = 0) -> RankLatencies:
-    """Draw the latencies of ``tp`` ranks for one step.
-
-    A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
-
-    Args:
-        costs: one step's costs; rank 0 has its latencies.
-        model: the model of the other ranks, which draw independently: a name of `LATENCY_MODELS` (the one that drew the
-            table), or ``"shuffled"``: the table's latencies of the edge in another order.
-        tp: T, ranks a group, >= 1.
-        seed: >= 0.
-        step: >= 0.
-    """
+def rank_latencies(
+    costs: CostTable,
+    # The model of the other ranks, which draw independently: a name of `LATENCY_MODELS` (the one that
+    # drew the table), or ``"shuffled"``: the table's latencies of the edge in another order.
+    model: str,
+    tp: int,
+    *,
+    seed: int = 0,
+    step: int = 0,
+) -> RankLatencies:
+    """Draw the latencies of ``tp`` ranks for one step."""
+    # A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
         raise ConfigError(f"latency is {model!r}, must be one of {', '.join(RANK_LATENCY_MODELS)}")
@@ -100,7 +99,7 @@ def rank_latencies(costs: CostTable, model: str, tp: int, *, seed: int = 0, step
 
 
 def _shuffled(latencies: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
-    """The latencies of each edge and direction in the random order of ``rank``."""
+    """The latencies of each edge, in ``rank``'s random order."""
     random = generator(RandomStream.RANK, seed, rank, step)
     forward, backward = (random.permuted(rows, axis=1) for rows in latencies)
     return forward, backward

@@ -5,8 +5,6 @@ It never depends on the method, the jitter level or the number of microbatches: 
 and the number of microbatch m does not change with M.
 """
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np
@@ -31,7 +29,7 @@ class RandomStream(enum.IntEnum):
 
 
 def generator(stream: RandomStream, seed: int, *key: int) -> np.random.Generator:
-    """Open the stream of that name at its beginning; ``key`` is the step, then the virtual stage."""
+    """Open that stream; ``key`` is the step, then the virtual stage."""
     sequence = np.random.SeedSequence(entropy=seed, spawn_key=(int(stream), *key))
     return np.random.Generator(np.random.PCG64(sequence))
 

@@ -4,8 +4,6 @@ The numbers are invented; they show how methods compare on workloads that vary i
 vary in size, their mean is near 1.
 """
 
-from __future__ import annotations
-
 from statistics import NormalDist
 from typing import Protocol
 
@@ -37,10 +35,10 @@ STRAGGLER_FACTOR = 1.5
 
 
 class Profile(Protocol):
-    """A workload: the cost of each stage's layers for each microbatch, relative to a plain stage."""
+    """The cost of each stage's layers, relative to a plain stage."""
 
     def __call__(self, stages: int, microbatches: int, random: np.random.Generator, /) -> Matrix:
-        """Factors > 0, N x M; row i is stage i, without the output layer. `random` is this step's own stream."""
+        """Factors > 0, N x M, without the output layer."""
         ...
 
 
@@ -143,7 +141,7 @@ def output_layer(profile: str) -> float:
 
 
 def machine_factors(profile: str, stages: int) -> Matrix:
-    """How much longer each stage takes for the same layers, shape (N,); `straggler`: stage N // 2 1.5 times as long."""
+    """How much longer each stage's machine takes, shape (N,)."""
     factors = np.ones(stages)
     if profile == "straggler":
         factors[stages // 2] = STRAGGLER_FACTOR

@@ -7,27 +7,63 @@ when these are made; only whether a method fits a workload is seen when it runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
-from rrfp.core.ready_set import MicrobatchOrder
-from rrfp.costs.table import CostTable
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
-from rrfp.lab.cluster.coordination import COORDINATIONS, CoordinationName
-from rrfp.lab.cluster.simulation import TensorParallelSimulation, simulate_tensor_parallel
-from rrfp.lab.limit_texts import SAME_BYTES, counts_bytes
-from rrfp.lab.simulation import DEFAULT_LIMIT, ORDERS, SENDS, Sends, Simulation, simulate
-from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload
-from rrfp.memory.admission import AdmissionRule, Limit
-from rrfp.schedules.csv import CsvSchedule
-from rrfp.schedules.registry import ScheduleSpec, schedule_names, schedule_needs
+from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES, counts_bytes
+from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload, as_option
 
-#: How chunks may share a limit's slots.
-ADMISSIONS: tuple[str, ...] = get_args(AdmissionRule)
+# What computes is imported where it is used: `rrfp --help` looks at the fields, and must not wait for numpy.
+if TYPE_CHECKING:
+    from rrfp.core.ready_set import MicrobatchOrder
+    from rrfp.costs.table import CostTable
+    from rrfp.hints.registry import HintSpec
+    from rrfp.lab.cluster.coordination import CoordinationName
+    from rrfp.lab.cluster.simulation import TensorParallelSimulation
+    from rrfp.lab.simulation import Sends, Simulation
+    from rrfp.memory.admission import AdmissionRule
+    from rrfp.schedules.registry import ScheduleSpec
 
 #: How one gets a cost file whose backward is split.
 RECORD_SPLIT = "record the job with split=True and make a cost file of that trace"
+
+#: The accepted forms of a hint, for help texts.
+HINT_FORMS = "a name that `rrfp hints` lists, module:attribute, or file.py:attribute"
+_HINT = (
+    f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid, with "
+    "--order natural slot-aware."
+)
+_STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
+_LIMIT = (
+    "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
+    "under that limit; SIZE: bytes, such as 8MB. Not with --strict; default {default}."
+)
+_LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
+_ADMISSION = "How chunks share the limit's slots. Not with --strict; default {default}."
+_ORDER = (
+    "natural: microbatches of one kind run as 0, 1, 2, ... on each virtual stage. Not with --strict; default {default}."
+)
+_SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
+_COORDINATION = "How the ranks of a group agree on the same order. With --tp, not with --strict; default leader."
+
+#: A value of an option is tried beside one of these.
+_BF, _1F1B = {"hint": "bf"}, {"strict": "1f1b"}
+
+
+def named_or_read_schedule(text: str) -> ScheduleSpec:
+    """A schedule's name, or the content of a .csv file."""
+    from rrfp.schedules.csv import CsvSchedule
+
+    if not text.endswith(".csv"):
+        return text
+    try:
+        return CsvSchedule(text, Path(text).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"strict is {text!r}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"strict is {text!r}: is not CSV (not UTF-8 text)") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,27 +71,63 @@ class SimulatedMethod:
     """What decides: a hint within a limit, or a schedule consumed strictly."""
 
     #: a hint's name, class or instance.
-    hint: HintSpec | None = None
+    hint: HintSpec | None = field(
+        default=None,
+        metadata=as_option(
+            _HINT,
+            "NAME",
+            known="rrfp.hints.registry:hint_names",
+            reads="rrfp.hints.registry:named_or_loaded_hint",
+            beside={},
+        ),
+    )
     #: a schedule's name, or a schedule file's text. Exactly one of the two is given.
-    strict: ScheduleSpec | None = None
+    strict: ScheduleSpec | None = field(
+        default=None,
+        metadata=as_option(
+            _STRICT,
+            "NAME|FILE.csv",
+            known="rrfp.schedules.registry:schedule_names",
+            reads="rrfp.lab.sweep.experiment:named_or_read_schedule",
+            beside={},
+        ),
+    )
     #: With a hint, the microbatches a stage may hold, see `rrfp.memory.admission.Limit.resolve`; or bytes, see
     #: `rrfp.lab.simulation.simulate`.
-    limit: int | str = DEFAULT_LIMIT
+    limit: int | str = field(
+        default=DEFAULT_LIMIT,
+        metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|SIZE", known=_LIMITS, beside=_BF),
+    )
     #: With a hint, how chunks share the limit's slots.
-    admission: AdmissionRule = "staircase"
+    admission: AdmissionRule = field(
+        default="staircase", metadata=as_option(_ADMISSION, known=("staircase", "paper"), beside=_BF)
+    )
     #: With a hint, the order of the microbatches of each kind on each virtual stage.
-    order: MicrobatchOrder = "free"
+    order: MicrobatchOrder = field(default="free", metadata=as_option(_ORDER, known=("free", "natural"), beside=_BF))
     #: Of a strict schedule, see `rrfp.lab.simulation.simulate`.
-    sends: Sends = "eager"
+    sends: Sends = field(default="eager", metadata=as_option(_SENDS, known=("eager", "blocking"), beside=_1F1B))
     #: With a hint, how the ranks of a group agree on the same order; None: the default.
-    coordination: CoordinationName | None = None
+    coordination: CoordinationName | None = field(
+        default=None, metadata=as_option(_COORDINATION, known=("leader", "agreement"), beside=_BF)
+    )
     #: What rows call it; by default the name of the hint, its class, or the schedule.
     name: str = ""
 
     def __post_init__(self) -> None:
+        from rrfp.hints.registry import check_order, create_strict
+        from rrfp.lab.cluster.coordination import COORDINATIONS
+        from rrfp.lab.simulation import ORDERS, SENDS
+        from rrfp.memory.admission import AdmissionRule, Limit
+        from rrfp.schedules.csv import CsvSchedule
+
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
-        allowed = {"admission": ADMISSIONS, "order": ORDERS, "sends": SENDS, "coordination": (None, *COORDINATIONS)}
+        allowed = {
+            "admission": get_args(AdmissionRule),
+            "order": ORDERS,
+            "sends": SENDS,
+            "coordination": (None, *COORDINATIONS),
+        }
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name} is {value!r}, must be one of: {', '.join(filter(None, values))}")
@@ -78,6 +150,8 @@ class SimulatedMethod:
     @property
     def wants_sizes(self) -> bool:
         """Whether its hint orders microbatches by size."""
+        from rrfp.hints.registry import create_hint
+
         return self.hint is not None and create_hint(self.hint).wants_sizes
 
     @property
@@ -89,6 +163,8 @@ class SimulatedMethod:
         self, costs: CostTable, sizes: Sequence[float] | None = None, *, tp: int | None = None, **rank_draws: Any
     ) -> Simulation | TensorParallelSimulation:
         """Run it once: see `rrfp.lab.simulation.simulate`, and `simulate_tensor_parallel` where ``tp`` is given."""
+        from rrfp.lab.simulation import simulate
+
         if tp is not None:
             return self._simulate_groups(costs, tp, {"sizes": sizes, **rank_draws})
         if self.coordination is not None:
@@ -101,6 +177,8 @@ class SimulatedMethod:
         return simulate(costs, hint=self.hint, sends=self.sends, sizes=sizes, **how)
 
     def _simulate_groups(self, costs: CostTable, tp: int, how: Mapping[str, Any]) -> TensorParallelSimulation:
+        from rrfp.lab.cluster.simulation import simulate_tensor_parallel
+
         if self.counts_bytes:
             raise ConfigError(f"limit is {self.limit!r}, must count microbatches with tp")
         for name, only in (("admission", "staircase"), ("sends", "eager")):
@@ -121,6 +199,8 @@ class Experiment:
 
     def simulate(self) -> Simulation | TensorParallelSimulation:
         """Run it."""
+        from rrfp.schedules.registry import schedule_names, schedule_needs
+
         workload, method = self.workload, self.method
         costs = workload.sized_costs() if method.counts_bytes else workload.costs()
         order = method.hint if method.strict is None else method.strict
@@ -130,7 +210,7 @@ class Experiment:
         return method.simulate(costs, workload.sizes(), tp=workload.tp, **workload.rank_draws)
 
     def with_planned_sizes(self) -> Experiment | None:
-        """The same with the sums of the file's times as sizes, where the hint wants sizes and the file has none."""
+        """The same with planned sizes, where the hint lacks any."""
         workload = self.workload
         if not (isinstance(workload, CostFile) and self.method.wants_sizes and workload.sizes() is None):
             return None

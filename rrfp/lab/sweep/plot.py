@@ -1,7 +1,7 @@
 """A sweep as a picture: one small panel for each workload, a line a method, speed above and the memory it took below.
 
 Speed is bought with memory, so no panel shows one without the other. All panels have the same scales. Points are means
-over seeds, whiskers reach from the least to the largest. Only here and in `rrfp.lab.traces.plot` is matplotlib used
+over seeds, whiskers reach from the least to the largest. Only here and in `rrfp.lab.traces.timeline` is matplotlib used
 (extra ``plot``), without pyplot.
 """
 
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
-from rrfp.lab.sweep.rows import SweepRow
+from rrfp.lab.sweep.runs import SweepRow
 from rrfp.lab.sweep.summary import MethodSummary, Spread, changing, in_common, label, named, summarise
-from rrfp.lab.traces.looks import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE
-from rrfp.lab.traces.picture_file import save_picture
-from rrfp.lab.traces.plot import require_matplotlib
+from rrfp.lab.traces.pictures import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,16 +54,14 @@ def check_size(methods: int, workloads: int) -> None:
 
 
 def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
-    """Draw a sweep and write a PNG, SVG or PDF, replacing an old file; see `draw_sweep`."""
+    """Draw a sweep and write it, replacing an old file."""
     save_picture(path, lambda: draw_sweep(rows))
 
 
 def draw_sweep(rows: Sequence[SweepRow]) -> Figure:
-    """Draw the rows of a sweep.
-
-    The first of `ACROSS` that varies is the horizontal axis, every combination of the others a panel. Speed is the
-    speed-up over the first strict method where every workload has one, else makespan over lower bound.
-    """
+    """Draw the rows of a sweep."""
+    # The first of `ACROSS` that varies is the horizontal axis, every combination of the others a panel. Speed is the
+    # speed-up over the first strict method where every workload has one, else makespan over lower bound.
     if not rows:
         raise ValueError("a plot needs at least one row")
     require_matplotlib("a plot")
@@ -180,7 +176,7 @@ class _Picture:
         return group.spread("ratio") if speed_up is None else speed_up
 
     def _look(self, name: str) -> dict[str, Any]:
-        """Colour and shape of a method; a fixed order is dashed, one with blocking sends dotted."""
+        """Colour and shape; fixed orders are dashed, blocking sends dotted."""
         turn, index = divmod(self.methods[name], len(COLOURS))
         face = COLOURS[index] if turn == 0 else "white"
         look = {"color": COLOURS[index], "marker": SHAPES[index], "markerfacecolor": face, "linestyle": _line(name)}
@@ -221,7 +217,7 @@ class _Layout:
         return cls(LEFT + plots + RIGHT, height, top, pitch, columns, entries, head)
 
     def boxes(self, index: int) -> tuple[Box, Box]:
-        """Both parts of a panel, as matplotlib wants them: left, bottom, width and height in parts of the figure."""
+        """Both parts of a panel: left, bottom, width and height, relative."""
         line, column = divmod(index, self.columns)
         left, bottom = LEFT + column * (WIDTH + GAP), self.height - self.top - line * self.pitch - SPEED
         return self._box(left, bottom, SPEED), self._box(left, bottom - SEAM - MEMORY, MEMORY)

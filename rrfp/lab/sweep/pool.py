@@ -40,15 +40,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(run: Callable[[Item], Outcome], items: Sequence[Item], *, jobs: int) -> Generator[Outcome, None, None]:
+def run_all(
+    # What to calculate; its outcomes must be picklable.
+    run: Callable[[Item], Outcome],
+    # Of what. One that cannot be pickled (a class defined in a function, say) runs in this process.
+    items: Sequence[Item],
+    *,
+    # Processes, at least 1; with 1 everything happens in this process.
+    jobs: int,
+) -> Generator[Outcome, None, None]:
     """Yield run(items[0]), run(items[1]), ..., calculated by several processes.
 
     Closing the iterator (see `contextlib.closing`) ends the processes at once, whatever they calculate.
-
-    Args:
-        run: what to calculate; its outcomes must be picklable.
-        items: of what. One that cannot be pickled (a class defined in a function, say) runs in this process.
-        jobs: processes, at least 1; with 1 everything happens in this process.
     """
     jobs = min(jobs, len(items))
     if jobs <= 1:
@@ -72,7 +75,7 @@ def run_all(run: Callable[[Item], Outcome], items: Sequence[Item], *, jobs: int)
 
 @contextmanager
 def no_interrupt() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left; a process started in it holds Ctrl-C back forever."""
+    """Hold Ctrl-C back; a process started meanwhile does so forever."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -124,7 +127,7 @@ def _is_portable(error: Exception) -> bool:
 
 
 def _end_with(pipe: Connection) -> None:
-    """In a worker: end at once when the other end of ``pipe`` is closed, by the sweep or by its process's death."""
+    """In a worker: end once the other end of ``pipe`` is closed."""
 
     def watch() -> None:
         try:

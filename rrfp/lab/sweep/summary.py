@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rrfp.lab.limit_texts import SAME_BYTES
-from rrfp.lab.sweep.rows import SweepRow
+from rrfp.lab.sweep.runs import SweepRow
 from rrfp.memory.admission import Limit
 
 #: The columns that a workload has beside its seed, and those of a method.
@@ -84,7 +84,7 @@ class MethodSummary:
 
     @property
     def speed_up(self) -> Spread | None:
-        """The baseline's makespan over this one's, seed by seed: above 1, this method is faster."""
+        """The baseline's makespan over this one's, seed by seed."""
         makespans = {row.seed: row.makespan for row in self.baseline}
         pairs = [(makespans[row.seed], row.makespan) for row in self.rows if row.seed in makespans]
         return Spread.of(before / after if after else 1.0 for before, after in pairs) if pairs else None
@@ -104,7 +104,7 @@ class MethodSummary:
 
 
 def summarise(rows: Sequence[SweepRow]) -> list[MethodSummary]:
-    """The groups of rows that differ in the seed only, in the order in which they first appear."""
+    """The groups of rows that differ in the seed only, in order."""
     by_workload: dict[tuple[Any, ...], dict[tuple[Any, ...], list[SweepRow]]] = {}
     for row in rows:
         methods = by_workload.setdefault(tuple(_values(row, WORKLOAD_COLUMNS).values()), {})
@@ -118,7 +118,7 @@ def summarise(rows: Sequence[SweepRow]) -> list[MethodSummary]:
 
 
 def useless_limits(groups: Sequence[MethodSummary]) -> list[tuple[MethodSummary, MethodSummary]]:
-    """Pairs of limits of one hint on one workload: one, and the next larger one, with which the step is no shorter."""
+    """Pairs of neighbouring limits of which the larger is no faster."""
     by_hint: dict[tuple[Any, ...], list[MethodSummary]] = {}
     columns = (*WORKLOAD_COLUMNS, *(column for column in METHOD_COLUMNS if column != "limit"))
     for group in groups:
@@ -135,7 +135,7 @@ def useless_limits(groups: Sequence[MethodSummary]) -> list[tuple[MethodSummary,
 
 
 def why_useless(smaller: MethodSummary, larger: MethodSummary) -> str:
-    """Why the larger limit of a pair of `useless_limits` gains nothing, from what stages waited for."""
+    """Why the larger limit of such a pair gains nothing."""
     before, after = (group.spread("memory_wait_share").mean for group in (smaller, larger))
     stage = max(smaller.rows, key=lambda row: row.memory_wait_share).memory_wait_stage
     few, many = smaller.rows[0].limit, larger.rows[0].limit
@@ -166,12 +166,12 @@ def _limits_of(group: MethodSummary) -> list[Limit]:
 
 
 def _amount(group: MethodSummary) -> int:
-    """What all stages may hold: of limits of one kind the larger number is the larger limit."""
+    """What all stages may hold, to order limits of one kind."""
     return sum(limit.bytes or limit.microbatches or 0 for limit in _limits_of(group))
 
 
 def label(row: SweepRow) -> str:
-    """A method in a few words: what it is, and the memory that it may hold."""
+    """A method in a few words, with the memory that it may hold."""
     if row.kind == "strict":
         return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
     rule = ", paper's rule" if row.admission == "paper" else ""
@@ -182,12 +182,13 @@ def label(row: SweepRow) -> str:
 
 
 def varied(rows: Sequence[SweepRow], columns: Iterable[str]) -> list[str]:
-    """Those of the columns that do not have the same value in all rows."""
+    """The columns that differ between rows."""
     return [column for column in columns if len({getattr(row, column) for row in rows}) > 1]
 
 
 def changing(rows: Sequence[SweepRow]) -> list[str]:
-    """The columns in which workloads differ. Not chunks beside a graph, whose stages need not have equally many."""
+    """The columns in which workloads differ."""
+    # Not chunks beside a graph, whose stages need not have equally many.
     return [column for column in varied(rows, WORKLOAD_COLUMNS) if column != "chunks" or not _have_graph(rows)]
 
 
@@ -199,7 +200,7 @@ def shown(column: str, value: Any) -> str:
 
 
 def named(column: str, value: Any) -> str:
-    """A workload's value with its name, "stages 8"; words that speak for themselves stand alone."""
+    """A value with its name, "stages 8", unless it speaks for itself."""
     if column == "split":
         return "split backward" if value else "whole backward"
     return shown(column, value) if column in ("costs", "profile", "placement", "jitter") else f"{column} {value}"

@@ -7,43 +7,79 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rrfp.costs.files import read_costs, read_sizes
-from rrfp.costs.table import CostTable
-from rrfp.lab.generators.multimodal import IMAGES, MULTIMODAL, SOUNDS, GraphName, multimodal_costs, multimodal_sizes
-from rrfp.lab.generators.profiles import make_costs, microbatch_sizes
-from rrfp.lab.generators.rank_latency import SHUFFLED
-from rrfp.lab.simulation import planned_sizes
-from rrfp.model.placement import Layout
+from rrfp.lab.generators import IMAGES, MULTIMODAL, SOUNDS
 from rrfp.plain import whole
+
+# What computes is imported where it is used: `rrfp --help` looks at the fields, and must not wait for numpy.
+if TYPE_CHECKING:
+    from rrfp.costs.table import CostTable
+    from rrfp.lab.generators.multimodal import GraphName
+    from rrfp.model.placement import Layout
 
 #: ``sizes`` of a cost file that stand for the sums of its times.
 PLANNED = "planned"
+
+
+def as_option(help: str, metavar: str = "", **more: Any) -> Mapping[str, Any]:
+    """Metadata of a field for `rrfp.lab.commands.options`, which explains the keys."""
+    return {"help": help, "metavar": metavar, **more}
+
+
+#: A value of a profile's option is tried beside this one.
+_LLM = {"profile": "llm"}
+_LATENCY = "none, constant, constant:SECONDS, wire, spike or bimodal. Default {default}."
+_LATENCIES = "rrfp.lab.generators.latency:LATENCY_MODELS"
+_TP = "Ranks of a tensor-parallel group: each stage is T ranks, whose messages take times of their own."
+_PROFILE = "A named, seeded workload: llm, mllm, modalities, video, zipf, bimodal, moe, straggler or head."
+_WHOLE_IS_BF = "Split backward into input gradient and weight gradient; bfw on whole backwards is bf."
+_COSTS = "Cost file (JSON): times of all tasks and messages; `rrfp sweep --save-costs` writes those of profiles."
+_SIZES = (
+    "Sizes of microbatches for hints: a JSON list of M numbers, or planned, the file's own sums of times. Default: the "
+    "cost file's, if it has any."
+)
+_SHARE = "Share of microbatches with {}, which take as much longer; default {{default}}."
+_SKIP = "Whether microbatches skip an encoder that has nothing to do for them, or visit it for no time. Not with chain."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A named and seeded workload: the arguments of `rrfp.costs.make_costs`."""
 
-    profile: str
-    stages: int
-    microbatches: int
-    chunks: int = 1
-    placement: Layout = "looped"
-    split: bool = False
-    jitter: str = "J0"
-    latency: str = "none"
-    seed: int = 0
+    profile: str = field(
+        metadata=as_option(_PROFILE, "NAME", known="rrfp.lab.generators.workloads:PROFILES", beside={})
+    )
+    stages: int = field(default=8, metadata=as_option("Stages; default {default}.", "N", beside=_LLM))
+    microbatches: int = field(default=64, metadata=as_option("Microbatches; default {default}.", "M", beside=_LLM))
+    chunks: int = field(default=1, metadata=as_option("Chunks a stage; default {default}.", "C", beside=_LLM))
+    placement: Layout = field(
+        default="looped",
+        metadata=as_option("Where chunks live; default {default}.", known=("looped", "v"), beside=_LLM),
+    )
+    split: bool = field(default=False, metadata=as_option(_WHOLE_IS_BF))
+    jitter: str = field(
+        default="J0",
+        metadata=as_option(
+            "How much tasks are delayed; default {default}.",
+            "J0..J3",
+            known="rrfp.lab.generators.jitter:JITTER_LEVELS",
+            beside=_LLM,
+        ),
+    )
+    latency: str = field(default="none", metadata=as_option(_LATENCY, "MODEL", known=_LATENCIES, beside=_LLM))
+    seed: int = field(default=0, metadata=as_option("The first seed; default {default}.", "S", least=0))
     #: T, ranks of a tensor-parallel group, each of which draws its messages from ``latency``; None: single ranks.
-    tp: int | None = None
+    tp: int | None = field(default=None, metadata=as_option(_TP, "T", beside=_LLM))
 
     def __post_init__(self) -> None:
         for name, least in (("stages", 1), ("microbatches", 1), ("chunks", 1), ("seed", 0)):
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
         _check_ranks(self)
+        from rrfp.lab.generators.profiles import make_costs
+
         # A table for one task refuses every word that the real one would.
         make_costs(self.profile, 1, 1, placement=self.placement, jitter=self.jitter, latency=self.latency)
 
@@ -56,7 +92,9 @@ class Workload:
         return _made(self, sized=True)
 
     def sizes(self) -> Sequence[float]:
-        """How large each microbatch is, as a trainer would know it before the step."""
+        """How large each microbatch is, as known before the step."""
+        from rrfp.lab.generators.profiles import microbatch_sizes
+
         return microbatch_sizes(self.profile, self.stages, self.microbatches, seed=self.seed)
 
     @property
@@ -90,12 +128,14 @@ class Workload:
 class CostFile:
     """A workload that a cost file holds."""
 
-    costs_file: str
+    costs_file: str = field(metadata=as_option(_COSTS, "FILE", option="costs", is_list=False, beside={}))
     #: What hints receive as sizes of microbatches: the file's own, if it has any (None), the sums of its times
     #: (``planned``), or the numbers of a JSON file, by its path.
-    sizes_from: str | None = None
+    sizes_from: str | None = field(
+        default=None, metadata=as_option(_SIZES, "FILE|planned", option="sizes", known=(PLANNED,), is_list=False)
+    )
     #: As of `Workload`; further ranks have the file's own latencies of an edge in another order.
-    tp: int | None = None
+    tp: int | None = field(default=None, metadata=as_option(_TP, "T", least=1))
 
     def __post_init__(self) -> None:
         _check_ranks(self)
@@ -103,6 +143,8 @@ class CostFile:
 
     def costs(self) -> CostTable:
         """The cost table."""
+        from rrfp.costs.files import read_costs
+
         try:
             file = os.stat(self.costs_file)
         except OSError:
@@ -115,6 +157,9 @@ class CostFile:
 
     def sizes(self) -> Sequence[float] | None:
         """How large each microbatch is; None: untold."""
+        from rrfp.costs.files import read_sizes
+        from rrfp.lab.simulation import planned_sizes
+
         costs = self.costs()
         if self.sizes_from is None:
             return costs.sizes
@@ -133,6 +178,8 @@ class CostFile:
     @property
     def rank_draws(self) -> Mapping[str, Any]:
         """How the further ranks of a group draw their latencies."""
+        from rrfp.lab.generators.rank_latency import SHUFFLED
+
         return {"latency": SHUFFLED, "seed": 0}
 
     def without_seed(self) -> CostFile:
@@ -144,7 +191,7 @@ class CostFile:
 
 
 def with_sizes(workload: Workload | CostFile | MultimodalWorkload, *, sized: bool = False) -> CostTable:
-    """The cost table with the sizes that hints receive: what a cost file of the workload holds."""
+    """The cost table with the sizes that hints receive."""
     table, sizes = workload.sized_costs() if sized else workload.costs(), workload.sizes()
     return table if sizes is None else replace(table, sizes=tuple(sizes))
 
@@ -161,7 +208,9 @@ def _written(workload: Workload | CostFile) -> str:
 
 @lru_cache(maxsize=4)
 def _made(workload: Workload, *, sized: bool = False) -> CostTable:
-    """The methods of one workload follow each other in a sweep and share its table."""
+    """The table; methods of one workload follow each other."""
+    from rrfp.lab.generators.profiles import make_costs
+
     return make_costs(
         workload.profile,
         workload.stages,
@@ -178,7 +227,9 @@ def _made(workload: Workload, *, sized: bool = False) -> CostTable:
 
 @lru_cache(maxsize=2)
 def _read(path: str, version: tuple[int, ...]) -> CostTable:
-    """Read once for all methods, and again when the file has another version."""
+    """The file, read once for all methods, again when it changes."""
+    from rrfp.costs.files import read_costs
+
     return read_costs(path)
 
 
@@ -186,19 +237,26 @@ def _read(path: str, version: tuple[int, ...]) -> CostTable:
 class MultimodalWorkload:
     """The arguments of `rrfp.lab.generators.multimodal.multimodal_costs`, by the same names."""
 
-    graph: GraphName = "branch"
-    stages: int = 8
-    microbatches: int = 32
-    images: float = IMAGES
-    sounds: float = SOUNDS
-    skip: bool = True
-    split: bool = False
-    latency: str = "none"
-    seed: int = 0
+    graph: GraphName = field(
+        default="branch",
+        metadata=as_option(
+            "Where the parts of the model are; default {default}.", known=("chain", "branch", "colocated"), beside={}
+        ),
+    )
+    stages: int = field(default=8, metadata=as_option("Stages; default {default}.", "N", least=1))
+    microbatches: int = field(default=32, metadata=as_option("Microbatches; default {default}.", "M", least=1))
+    images: float = field(default=IMAGES, metadata=as_option(_SHARE.format("an image"), "P", beside={}))
+    sounds: float = field(default=SOUNDS, metadata=as_option(_SHARE.format("a sound"), "P", beside={}))
+    skip: bool = field(default=True, metadata=as_option(_SKIP))
+    split: bool = field(default=False, metadata=as_option("Split backward into input gradient and weight gradient."))
+    latency: str = field(default="none", metadata=as_option(_LATENCY, "MODEL", known=_LATENCIES, beside={}))
+    seed: int = field(default=0, metadata=as_option("Of the microbatches; default {default}.", "S", least=0))
 
     def __post_init__(self) -> None:
         for name, least in (("stages", 1), ("microbatches", 1), ("seed", 0)):
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        from rrfp.lab.generators.multimodal import multimodal_costs
+
         # A table of one microbatch refuses every word that the real one would.
         multimodal_costs(self.graph, 1, 1, images=self.images, sounds=self.sounds, latency=self.latency)
 
@@ -211,7 +269,9 @@ class MultimodalWorkload:
         return self.costs()
 
     def sizes(self) -> Sequence[float]:
-        """How large each microbatch is, as a trainer would know it before the step."""
+        """How large each microbatch is, as known before the step."""
+        from rrfp.lab.generators.multimodal import multimodal_sizes
+
         return multimodal_sizes(self.microbatches, images=self.images, sounds=self.sounds, seed=self.seed)
 
     @property
@@ -251,6 +311,8 @@ class MultimodalWorkload:
 
 @lru_cache(maxsize=4)
 def _made_multimodal(workload: MultimodalWorkload) -> CostTable:
+    from rrfp.lab.generators.multimodal import multimodal_costs
+
     return multimodal_costs(
         workload.graph,
         workload.stages,

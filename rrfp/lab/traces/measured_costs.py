@@ -1,7 +1,5 @@
 """A cost table from recorded steps, so that the simulator compares hints and limits on a real job."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +7,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rrfp.costs.graph_names import edge_names
 from rrfp.costs.table import PLACEMENTS, Bits, CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.generators.latency import LATENCY_MODELS, with_latency
 from rrfp.lab.traces.chrome_reader import TracedRun
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
+from rrfp.model.plain_graph import edge_names
 from rrfp.model.tasks import Kind, Task
 from rrfp.model.visits import Skipped, Visits
 from rrfp.trace.spans import Skip, StepTrace, TaskSpan
@@ -119,7 +117,7 @@ def _check_whole(
     weighted: Collection[int],
     skipped: Collection[Skip] = (),
 ) -> None:
-    """Refuse a step that lacks a task, or has one that it skipped."""
+    """Refuse a step that lacks a task, or ran a skipped one."""
     if wrong := next((task for task in tasks if (task.microbatch, task.virtual_stage) in skipped), None):
         raise ConfigError(f"{wrong} ran, and its microbatch skips that virtual stage")
     if (missing := _missing(tasks, virtual_stages, microbatches, weighted, skipped)) is not None:
@@ -242,6 +240,8 @@ def measured_costs(
     runs: Sequence[tuple[str, TracedRun]],
     *,
     skip_first: int = WARM_UP_STEPS,
+    # ``"typical"``, the step whose time is the median; ``"median"`` or ``"mean"`` of each task and
+    # message over the steps; or a number: the step of that number, also at the beginning.
     step: int | Choice = "typical",
     latency: str | None = None,
 ) -> MeasuredCosts:
@@ -249,13 +249,6 @@ def measured_costs(
 
     The typical step keeps how microbatches differ, which is what hints are about. Averages over steps with other data
     in each make microbatches alike, and the simulated step too short.
-
-    Args:
-        runs: each with its name for errors.
-        skip_first: training steps to leave out at the beginning of each run.
-        step: ``"typical"``, the step whose time is the median; ``"median"`` or ``"mean"`` of each task and message over
-            the steps; or a number: the step of that number, also at the beginning.
-        latency: a model of `with_latency` instead of the recorded times of messages.
     """
     if type(step) is not int and step not in get_args(Choice):
         raise ConfigError(f"step is {step!r}, must be a step's number or one of: {', '.join(get_args(Choice))}")
@@ -322,7 +315,7 @@ def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: 
 
 
 def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> tuple[CostTable, int, int]:
-    """The table, and how many of its latencies are measured and filled in."""
+    """The table, and how many latencies are measured and filled in."""
     shape, microbatches, skipped = steps[0].shape, steps[0].microbatches, steps[0].skipped
     sizes = steps[0].sizes if len({step.sizes for step in steps}) == 1 else None
     graph, visits = shape.to_graph(), Visits(microbatches, skipped)
@@ -360,7 +353,8 @@ def _crosses(graph: TaskGraph) -> list[bool]:
 
 
 def _sent(graph: TaskGraph, visits: Visits, kind: Kind) -> Bits:
-    """By edge and microbatch, whether there is a message: one for all edges from a virtual stage to one other stage."""
+    """By edge and microbatch, whether there is a message."""
+    # One for all edges from a virtual stage to one other stage.
     sent = np.zeros((len(_edges(graph)), visits.microbatches), dtype=bool)
     known: set[tuple[int, int, int]] = set()
     for e, m in np.ndindex(sent.shape):
@@ -374,7 +368,7 @@ def _sent(graph: TaskGraph, visits: Visits, kind: Kind) -> Bits:
 
 
 def _durations(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle: Middle) -> Matrix:
-    """By virtual stage and microbatch; 0 where a virtual stage has no such tasks."""
+    """By virtual stage and microbatch; 0 where there are no such tasks."""
     rows = np.zeros((len(graph.stage_of), steps[0].microbatches))
     for v, m in np.ndindex(rows.shape):
         task = Task(kind, m, v)
@@ -396,7 +390,7 @@ def _latencies(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle
 
 
 def _filled(forward: Matrix, backward: Matrix, crosses: Sequence[bool]) -> list[Matrix]:
-    """The same latencies, with the edge's median, or that of all, where one is unknown; 0 inside a stage."""
+    """The same latencies, medians for unknown ones, 0 inside a stage."""
     known = np.concatenate([forward[crosses].ravel(), backward[crosses].ravel()])
     typical = float(np.nanmedian(known)) if np.isfinite(known).any() else 0.0
     matrices = []

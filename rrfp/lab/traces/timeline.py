@@ -1,4 +1,4 @@
-"""Draws timelines: the boxes, their numbers or the panel of shares, and the legend.
+"""Timelines as a picture: several runs below each other on one time axis, a row a stage, a box a task.
 
 The figure is as wide as its boxes need for their microbatch numbers to be read at 100% zoom. Where that would be too
 wide it has the dense form: thin rows without numbers, and below each run the share of its stages that compute or wait.
@@ -7,13 +7,15 @@ wide it has the dense form: thin rows without numbers, and below each run the sh
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.core.usage import WaitCause
-from rrfp.lab.traces.looks import (
+from rrfp.errors import ConfigError
+from rrfp.lab.traces.pictures import (
     DARK,
     DPI,
     FRAME,
@@ -26,8 +28,9 @@ from rrfp.lab.traces.looks import (
     TITLE_SIZE,
     contrast,
     kind_colour,
+    require_matplotlib,
+    save_picture,
 )
-from rrfp.lab.traces.window import TimeWindow
 from rrfp.model.tasks import Kind
 from rrfp.trace.breakdown import CAUSE_LABELS, blank_seconds, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
@@ -35,6 +38,43 @@ from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """From ``start`` to ``end``, seconds of the step; None is its end."""
+
+    start: float = 0.0
+    end: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start) and self.start >= 0):
+            raise ConfigError(f"from is {_text(self.start)}, must be 0 ms or more")
+        if self.end is not None and not (math.isfinite(self.end) and self.end > self.start):
+            raise ConfigError(f"to is {_text(self.end)}, must be more than from ({_text(self.start)})")
+
+    @classmethod
+    def of_milliseconds(cls, start: float | None, end: float | None) -> TimeWindow:
+        """The window between two times; None is the step's own."""
+        return cls(0.0 if start is None else start / 1e3, None if end is None else end / 1e3)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows the whole step."""
+        return self.start == 0 and self.end is None
+
+    def within(self, span: float) -> tuple[float, float]:
+        """Start and end of the part of a step of ``span`` seconds."""
+        if self.start > 0 and self.start >= span:
+            raise ConfigError(f"from is {_text(self.start)}, must be less than the step's {_text(span)}")
+        return self.start, span if self.end is None else min(self.end, span)
+
+
+WHOLE = TimeWindow()
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e3:.6g} ms"
 
 
 #: A kind of task in a chunk.
@@ -49,10 +89,9 @@ _ENTRY, _CHARACTER, _LABEL = 0.5, 0.068, 1.6
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a picture shows: kinds by chunk, the causes of idle times, and whether a visible part is blank.
+    """The kinds, causes and blank time that a picture shows."""
 
-    Of graphs, ``parts`` are the names of the parts, which stand for the chunks.
-    """
+    # Of graphs, ``parts`` are the names of the parts, which stand for the chunks.
 
     tints: Collection[Tint]
     causes: Collection[WaitCause]
@@ -66,16 +105,14 @@ def part_of(name: str) -> str:
 
 
 def legend_lines(drawn: Drawn, width: float) -> int:
-    """Lines that the legend needs beside the axis' label, in a picture that is ``width`` inches wide."""
+    """Lines that the legend needs in a picture ``width`` inches wide."""
     labels = [*_kinds(drawn).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
     return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for label in labels) / (width - _LABEL)))
 
 
 def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, float], lines: int) -> None:
-    """Put the legend at ``corner``, inches from the left and from below.
-
-    A kind has one entry, with a patch for each of its chunks.
-    """
+    """Put the legend at ``corner``, inches from left and below."""
+    # A kind has one entry, with a patch for each of its chunks.
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -111,7 +148,7 @@ def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, 
 
 
 def _kinds(drawn: Drawn) -> dict[Kind, str]:
-    """The label of every kind that is drawn, with its parts, or the numbers of its chunks where a kind has several."""
+    """Labels of the drawn kinds, with their parts or chunks."""
     tints = drawn.tints
     several = len({chunk for _, chunk in tints}) > 1
     labels = {}
@@ -139,7 +176,7 @@ State = Kind | WaitCause
 def shares(
     trace: StepTrace, waits: Iterable[WaitSpan], stages: int, start: float, end: float, bins: int
 ) -> dict[State, list[float]]:
-    """The part of the stages in each state, 0..1, by intervals of equal length."""
+    """The part of the stages in each state, by equal intervals."""
     width = (end - start) / bins
     seconds: dict[State, list[float]] = defaultdict(lambda: [0.0] * bins)
     tasks: list[tuple[State, TaskSpan | WaitSpan]] = [(span.task.kind, span) for span in trace.tasks]
@@ -214,7 +251,7 @@ class Timelines:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, StepTrace]], window: TimeWindow, names: Sequence[str] = ()) -> Timelines:
-        """Decide the form. ``names`` are those of virtual stages, if they have any."""
+        """Decide the form; ``names`` are those of virtual stages, if any."""
         runs = [TimelineRun.of(title, trace) for title, trace in rows]
         start, end = window.within(max(run.makespan for run in runs))
         end = end if end > start else start + 1.0
@@ -280,7 +317,7 @@ class Timelines:
         return Drawn(tints, causes, is_blank, self.parts)
 
     def _is_blank(self, run: TimelineRun, stage: int) -> bool:
-        """Whether the runtime's own time is a visible part of what the picture shows of a stage."""
+        """Whether the runtime's own time is a visible part."""
         origin, end = run.trace.start, min(self.end, run.makespan)
         blank = blank_seconds(run.trace, stage, origin + self.start, origin + end)
         return blank > BLANK * (end - self.start) > 0
@@ -324,7 +361,7 @@ class Timelines:
         axes.annotate(text, (1, 0), (10, 0), xycoords=head, color=MUTED, **above)
 
     def _draw_number(self, axes: Axes, box: TaskSpan, run: TimelineRun, row: int, colour: str) -> None:
-        """The microbatch in the visible part of the box: upright if there is room, else turned, else not at all."""
+        """The microbatch in the box, upright or turned, if there is room."""
         low = max(box.start - run.trace.start, self.start)
         high = min(box.end - run.trace.start, self.end)
         rotation = _room(box, self.width / (self.end - self.start), high - low)
@@ -335,7 +372,7 @@ class Timelines:
         axes.text((low + high) / 2, row, text, fontsize=NUMBER_SIZE, color=colour, rotation=rotation, **centred)
 
     def _draw_shares(self, axes: Axes, run: TimelineRun) -> None:
-        """Bottom to top: tasks by kind, idle times by cause; what is left blank is the runtime's own time."""
+        """Tasks by kind, idle times by cause; blank is the runtime's own."""
         end = min(self.end, run.makespan)
         if end <= self.start:
             return
@@ -383,12 +420,12 @@ def _add_boxes(axes: Axes, shapes: Any, colours: Any, edge: Any, **style: Any) -
 
 
 def _is_inside(span: TaskSpan | WaitSpan, origin: float, start: float, end: float) -> bool:
-    """Whether any part of the span is shown; one of no length at the edge is."""
+    """Whether any part of the span is shown, its edge included."""
     return span.start - origin <= end and span.end - origin >= start
 
 
 def _width(boxes: Sequence[TaskSpan], span: float) -> float:
-    """Inches of the time axis: wide enough for the numbers of nine boxes in ten, within the limits."""
+    """Inches of the axis for the numbers of most boxes, within limits."""
     needed = sorted(
         _needed(str(box.task.microbatch)) / 72 * span / (box.end - box.start) for box in boxes if box.end > box.start
     )
@@ -396,7 +433,7 @@ def _width(boxes: Sequence[TaskSpan], span: float) -> float:
 
 
 def _room(box: TaskSpan, inches_a_second: float, seconds: float | None = None) -> int | None:
-    """Degrees by which the box's number must be turned to fit; None where it cannot."""
+    """Degrees by which the number must turn to fit; None: it cannot."""
     points = (box.end - box.start if seconds is None else seconds) * inches_a_second * 72
     if points >= _needed(str(box.task.microbatch)):
         return 0
@@ -406,3 +443,35 @@ def _room(box: TaskSpan, inches_a_second: float, seconds: float | None = None) -
 def _needed(text: str) -> float:
     """Points that a number needs."""
     return (DIGIT * len(text) + PADDING) * NUMBER_SIZE
+
+
+def plot_timelines(
+    rows: Sequence[tuple[str, StepTrace]],
+    path: str | os.PathLike[str],
+    window: TimeWindow = WHOLE,
+    names: Sequence[str] = (),
+) -> None:
+    """Draw runs below each other and write a picture over an old file."""
+    save_picture(path, lambda: draw_timelines(rows, window, names))
+
+
+def draw_timelines(
+    # Title and merged trace of every run, at least one; a title is followed by the run's makespan.
+    rows: Sequence[tuple[str, StepTrace]],
+    window: TimeWindow = WHOLE,
+    # Of the virtual stages of all runs, such as ``vision.0``; their parts have colours of their own then.
+    names: Sequence[str] = (),
+) -> Figure:
+    """Draw runs below each other on one time axis, 0 being the start of each run's step.
+
+    Where most boxes are too thin for the numbers of their microbatches, none has one, and a panel below each run shows
+    the share of the stages that compute or wait.
+    """
+    if not rows or not all(trace.tasks for _, trace in rows):
+        raise ValueError("a timeline needs at least one run, and every run at least one task")
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = Timelines.of(rows, window, names).draw()
+    FigureCanvasAgg(figure)  # becomes the figure's canvas
+    return figure

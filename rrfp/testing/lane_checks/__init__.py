@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rrfp.laboratory import public_name
-from rrfp.testing.checks import SkippedError
+from rrfp.testing.checks import SkippedError, run_checks
+from rrfp.testing.lane_checks import calls, device_work
 from rrfp.testing.lane_checks.makers import made_by
 from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
-from rrfp.testing.lane_checks.suite import ALL_CHECKS, run_lane_checks
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
@@ -37,6 +37,24 @@ __all__ = [
     "made_by",
     "run_lane_checks",
 ]
+
+ALL_CHECKS: tuple[Check, ...] = (*calls.CHECKS, *device_work.CHECKS)
+"""Every check, the simplest first, so that the first failure is the most helpful."""
+
+
+async def run_lane_checks(make_lane: MakeLane) -> dict[str, str]:
+    """Run every check, one after the other.
+
+    Args:
+        make_lane: starts the lane under test; called once for each check.
+
+    Returns:
+        The skipped checks by name, each with the part that it lacked.
+
+    Raises:
+        AssertionError: of the first check that failed, with its name.
+    """
+    return await run_checks(ALL_CHECKS, make_lane)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,12 +7,11 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
-from rrfp.laboratory import LANES, load
 from rrfp.testing.lane_checks.subject import MakeLane, Subject
 
 #: A lane in front of a device is checked at these depths.
@@ -58,23 +57,14 @@ def cuda_lane(depth: int = 2) -> MakeLane:
     return make
 
 
-def lanes_named(name: str) -> Mapping[str, MakeLane]:
-    """The makers of a lane that comes with RRFP, by suffixes that tell them apart: one for each depth or option.
+def thread_lanes() -> Mapping[str, MakeLane]:
+    """The lane of a rank on a CPU."""
+    return {"": thread_lane}
 
-    Raises:
-        ConfigError: if there is no such lane, or no such device here.
-    """
-    if name == "cuda":
-        return {f" (depth {depth})": cuda_lane(depth) for depth in DEPTHS}
-    if name == "thread":
-        return {"": thread_lane}
-    if name in LANES:
-        makers: Mapping[str, MakeLane] = load(LANES[name])()
-        return makers
-    raise ConfigError(
-        f"lane is {name!r}, must be one of: {', '.join(('thread', *LANES, 'cuda'))}, or module:attribute, "
-        "file.py:attribute"
-    )
+
+def cuda_lanes() -> Mapping[str, MakeLane]:
+    """Lanes over a GPU, one for each depth; a ConfigError if there is none."""
+    return {f" (depth {depth})": cuda_lane(depth) for depth in DEPTHS}
 
 
 def made_by(factory: Callable[[int], object]) -> MakeLane:

@@ -3,8 +3,6 @@
 Checks wait for events, `PATIENCE_S` at most; to show that an event does *not* happen, they watch for `QUIET_S`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -15,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Execution, Lane
+from rrfp.devices.base import Device
 from rrfp.testing.checks import SkippedError
 
 T = TypeVar("T")
@@ -90,7 +88,7 @@ Check = Callable[[MakeLane], Coroutine[Any, Any, None]]
 
 
 async def soon(awaitable: Awaitable[T], event: str) -> T:
-    """Await for `PATIENCE_S` at most; ``event`` is the sentence that did not come true."""
+    """Await for `PATIENCE_S` at most; ``event`` is what did not happen."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await awaitable
@@ -113,7 +111,7 @@ async def failure(future: asyncio.Future[Any], event: str) -> BaseException:
 
 
 async def full_on(device: Device, value: float) -> Tensor:
-    """A tensor on the device, made on the calling thread's stream and complete."""
+    """A complete tensor on the device, from this thread's stream."""
     tensor = device.empty(torch.empty(LENGTH))
     with device.current_stream().issuing():
         tensor.fill_(value)
@@ -122,7 +120,7 @@ async def full_on(device: Device, value: float) -> Tensor:
 
 
 async def synchronized(device: Device) -> None:
-    """Wait for the work that the calling thread has issued on its stream."""
+    """Wait for the work of the calling thread's stream."""
     event = device.current_stream().record()
     await soon(asyncio.to_thread(event.synchronize), "the device completes the caller's work")
 
@@ -133,13 +131,10 @@ def holds(tensor: Tensor, value: float) -> bool:
 
 
 class LaneGate:
-    """Holds a call until it is opened; by itself after `PATIENCE_S`, lest a breach hang.
-
-    Attributes:
-        is_reached: set when the call has begun.
-    """
+    """Holds a call until it is opened; by itself after `PATIENCE_S`, lest a breach hang."""
 
     def __init__(self) -> None:
+        #: Set when the call has begun.
         self.is_reached = asyncio.Event()
         self.has_given_up = False
         self._loop = asyncio.get_running_loop()

@@ -13,12 +13,10 @@ SkippedError where the pair lacks `Pair.inject`, `Pair.silence` or `Pair.third`;
 check is about an option, such as `deliver_to`, that the transport does not offer.
 """
 
-from __future__ import annotations
-
-from rrfp.testing.checks import NotOfferedError, SkippedError
+from rrfp.testing.checks import NotOfferedError, SkippedError, run_checks
+from rrfp.testing.transport_checks import data, direct, ends, flow, frames, peers
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
-from rrfp.testing.transport_checks.suite import ALL_CHECKS, run_transport_checks
 
 __all__ = [
     "ALL_CHECKS",
@@ -31,3 +29,28 @@ __all__ = [
     "check_codec",
     "run_transport_checks",
 ]
+
+ALL_CHECKS: tuple[Check, ...] = (
+    *data.CHECKS,
+    *flow.CHECKS,
+    *ends.CHECKS,
+    *peers.CHECKS,
+    *frames.CHECKS,
+    *direct.CHECKS,
+)
+"""Every check, the simplest first, so that the first failure is the most helpful."""
+
+
+async def run_transport_checks(make_pair: MakePair) -> dict[str, str]:
+    """Run every check, one after the other.
+
+    Args:
+        make_pair: starts the transports under test; called once for each check.
+
+    Returns:
+        The skipped checks by name, each with the part that it lacked.
+
+    Raises:
+        AssertionError: of the first check that failed, with its name.
+    """
+    return await run_checks(ALL_CHECKS, make_pair)

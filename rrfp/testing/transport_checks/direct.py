@@ -10,14 +10,14 @@ from functools import partial, wraps
 
 from rrfp.errors import RrfpError
 from rrfp.testing.checks import NotOfferedError
+from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
-from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports.base import Message, Transport, delivering, sending_at_once
 
 
 class _Direct(WrappedTransport):
-    """A started transport that is used by its shortcuts, as far as it offers them."""
+    """A transport used by its shortcuts, as far as offered."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -51,7 +51,7 @@ async def _direct_pair(make_pair: MakePair, options: PairOptions) -> AsyncIterat
 
 
 def _directly(check: Check) -> Check:
-    """``check`` by the shortcuts of a transport; a NotOfferedError where it has none."""
+    """``check`` by a transport's shortcuts, if it offers any."""
 
     @wraps(check)
     async def run(make_pair: MakePair) -> None:

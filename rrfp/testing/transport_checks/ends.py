@@ -1,7 +1,5 @@
 """Checks of how a transport ends: closed in order, aborted, its peer gone; and of calls that the contract refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable

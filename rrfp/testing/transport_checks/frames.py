@@ -3,8 +3,6 @@
 The frames are written by hand, with msgpack alone, so that they test the format and not the code that writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,25 +16,22 @@ from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, data, index_of, pass_on, soon
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.wire import MAX_HEADER_BYTES, VERSION, Codec
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, VERSION, Codec
 
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class BadFrame:
-    """A good header with some fields replaced.
+    """A good header with some fields replaced."""
 
-    Attributes:
-        fault: the field that the error must name.
-        changes: replaced header fields, by name.
-        frames: tensor frames; by default the four bytes that the good header announces.
-        raw: the whole header, in place of all fields.
-    """
-
+    #: The field that the error must name.
     fault: str
+    #: Replaced header fields, by name.
     changes: Mapping[str, Any] = field(default_factory=dict)
+    #: Tensor frames; by default the four bytes that the good header announces.
     frames: tuple[bytes, ...] = (b"abcd",)
+    #: The whole header, in place of all fields.
     raw: bytes | None = None
 
     def header(self, run_id: str, sequence: int) -> bytes:
@@ -126,7 +121,7 @@ async def _inject(
 
 
 def check_codec() -> None:
-    """`rrfp.transports.wire` refuses every bad frame: for transports that use its codec, beside `check_bad_frames`.
+    """`rrfp.transports.Codec` refuses every bad frame: for transports that use its codec, beside `check_bad_frames`.
 
     Raises:
         AssertionError: naming the frame that it accepted.

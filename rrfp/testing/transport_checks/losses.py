@@ -1,4 +1,4 @@
-"""What a check waited for in vain: the messages that it sent and that did not arrive."""
+"""Lost messages: those that a check sent and that did not arrive."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
 
+from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks.pair import Check, DidNotHappenError, MakePair, Pair, PairOptions
-from rrfp.testing.wrapped import WrappedTransport
 from rrfp.transports.base import Message, Transport
 
 #: So many are named.
@@ -80,7 +80,7 @@ class _Watched(WrappedTransport):
 
 
 def naming_losses(check: Check) -> Check:
-    """``check``, whose error about what did not happen says which messages were lost."""
+    """``check``, whose error says which messages were lost."""
 
     @wraps(check)
     async def run(make_pair: MakePair) -> None:

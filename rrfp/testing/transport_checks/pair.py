@@ -105,7 +105,7 @@ class DidNotHappenError(AssertionError):
 
 
 async def soon(awaitable: Awaitable[_Result], event: str) -> _Result:
-    """Await for `PATIENCE_S` at most; ``event`` is the sentence that did not come true."""
+    """Await for `PATIENCE_S` at most; ``event`` is what did not happen."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await awaitable
@@ -114,14 +114,15 @@ async def soon(awaitable: Awaitable[_Result], event: str) -> _Result:
 
 
 async def stays_pending(task: asyncio.Task[Any], breach: str) -> None:
-    """Watch for `QUIET_S` that ``task`` does not end; ``breach`` is the sentence if it does."""
+    """Watch for `QUIET_S` that ``task`` does not end."""
     done, _ = await asyncio.wait({task}, timeout=QUIET_S)
     assert not done, breach
 
 
 @asynccontextmanager
 async def running(coroutine: Coroutine[Any, Any, _Result]) -> AsyncIterator[asyncio.Task[_Result]]:
-    """A task beside a check, cancelled at its end. An error that no check expects is raised in place of its effect."""
+    """A task beside a check, cancelled at its end."""
+    # An error that no check expects is raised in place of its effect.
     task = asyncio.create_task(coroutine)
     try:
         yield task
@@ -147,7 +148,7 @@ async def receive(transport: Transport, event: str = "a message arrives") -> Mes
 
 
 async def pass_on(pair: Pair, message: Message) -> Message:
-    """Send from left to right and receive. An error of either is raised at once."""
+    """Send from left to right and receive; either's error is raised."""
     async with running(pair.left.send(1, message)) as sending, running(pair.right.receive()) as receiving:
         done, _ = await asyncio.wait({sending, receiving}, timeout=PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
         if sending in done:

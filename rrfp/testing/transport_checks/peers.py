@@ -1,7 +1,5 @@
 """Checks of peers: three ranks that are each other's peers, one of which ends, and a peer that falls silent."""
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 
 import torch

@@ -1,0 +1,205 @@
+"""The options of `rrfp simulate` and `rrfp sweep`: those of the fields of the dataclasses that they fill.
+
+A field with metadata (`rrfp.lab.sweep.workloads.as_option`) becomes an option. The keys:
+
+- ``help``, in which ``{default}`` stands for the field's default; ``metavar``, empty for the known values;
+- ``known``: the values that complete, or ``module:attribute`` of them;
+- ``option``: the option's name, where it is not the field's;
+- ``least``: the option takes one whole number, at least this; without it a text, which may list values;
+- ``reads``: ``module:attribute`` of the function that makes the value from a text;
+- ``beside``: other fields, with which one value alone can be checked; without it that is left to the command;
+- ``is_list``: False where a comma is part of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import Field, fields
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from itertools import product
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import typer
+
+from rrfp.commands.command_line import Command, listed, option
+from rrfp.errors import ConfigError, Faults
+from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
+from rrfp.lab.sweep.workloads import CostFile
+from rrfp.laboratory import load
+
+METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
+
+#: The accepted files of pictures.
+PICTURE = "FILE.png|svg|pdf"
+
+#: Option -> its value, None where it was not given.
+Given: TypeAlias = Mapping[str, Any]
+
+T = TypeVar("T")
+
+
+def options_of(cls: type[Any], panel: str) -> list[Parameter]:
+    """The options of a dataclass, in the order of its fields."""
+    return [_option(cls, each, panel) for each in fields(cls) if each.metadata]
+
+
+def as_parameter(name: str, kind: Any, info: Any) -> Parameter:
+    """An option with no default."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
+
+
+def with_options(*options: Parameter) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command that gets ``options``, shown first, as a mapping: its first argument."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            command({each.name: values.pop(each.name) for each in options}, **values)
+
+        _, *own = signature(command, eval_str=True).parameters.values()
+        own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own]
+        run.__signature__ = Signature([*options, *own])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        return run
+
+    return decorate
+
+
+def _option(cls: type[Any], field: Field[Any], panel: str) -> Parameter:
+    told, name = field.metadata, _name(field)
+    text = told["help"].format(default=field.default)
+    if field.type == "bool":
+        return as_parameter(name, bool, typer.Option(f"--{name}/--no-{name}", help=text, rich_help_panel=panel))
+    kind = float if field.type == "float" else int if "least" in told else str
+    known = told.get("known", ())
+    info = option(
+        name,
+        told["metavar"] or "|".join(known),
+        text,
+        panel,
+        least=told.get("least"),
+        check=partial(_check, cls, field) if "beside" in told else None,
+        values=partial(_known, known) if known else None,
+        is_list=kind is str and told.get("is_list", True),
+    )
+    return as_parameter(name, kind, info)
+
+
+def _name(field: Field[Any]) -> str:
+    name: str = field.metadata.get("option", field.name)
+    return name
+
+
+def _known(names: str | Iterable[str]) -> Iterable[str]:
+    found: Any = load(names) if isinstance(names, str) else names
+    return (name for name in (found() if callable(found) else found) if ":" not in name or names is found)
+
+
+def _check(cls: type[Any], field: Field[Any], value: Any) -> None:
+    """Refuse a value that is wrong by itself."""
+    cls(**{**field.metadata["beside"], field.name: _value(field, value)})
+
+
+def _value(field: Field[Any], given: Any) -> Any:
+    """The field's value; other text stays as it is, for the dataclass to refuse."""
+    if "reads" in field.metadata:
+        return load(field.metadata["reads"])(given)
+    try:
+        return int(given) if str(field.type).removesuffix(" | None") == "int" else given
+    except ValueError:
+        return given
+
+
+def filled(cls: type[T], given: Given) -> T:
+    """A dataclass with the values that are given, one each."""
+    return cls(**{each.name: _value(each, given[_name(each)]) for each in _given(cls, given)})
+
+
+def combinations(cls: type[Any], given: Given, but: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Every combination of the listed values by field, the last one's innermost."""
+    chosen = [each for each in _given(cls, given) if each.name not in but]
+    lists = [_values(each, given[_name(each)]) for each in chosen]
+    for values in product(*lists):
+        yield {each.name: value for each, value in zip(chosen, values, strict=True)}
+
+
+def _given(cls: Any, given: Given) -> list[Field[Any]]:
+    return [each for each in fields(cls) if each.metadata and given.get(_name(each)) is not None]
+
+
+def _values(field: Field[Any], given: Any) -> list[Any]:
+    is_list = isinstance(given, str) and field.metadata.get("is_list", True)
+    return [_value(field, text) for text in listed(_name(field), given)] if is_list else [given]
+
+
+class MethodCommand(Command):
+    """A command that runs the methods that its options name."""
+
+    def check_together(self, named: Collection[str]) -> None:
+        """Refuse options that exclude each other, or lack their companion."""
+        is_strict = "strict" in named and "hint" not in named
+        reasons = {
+            "limit": "a strict schedule holds what its order holds",
+            "admission": "a strict schedule holds what its order holds",
+            "order": "a strict schedule is the order of all tasks",
+            "coordination": "a strict schedule is the same order on every rank",
+            "sizes": "a strict schedule knows its order",
+        }
+        with Faults() as faults:
+            for name, reason in reasons.items():
+                if name in named and is_strict:
+                    with faults.kept():
+                        raise ConfigError(f"--{name} goes with --hint; {reason}")
+            if "sends" in named and "strict" not in named:
+                with faults.kept():
+                    raise ConfigError("--sends goes with --strict; readiness-driven stages never wait to send")
+            if "coordination" in named and "tp" not in named:
+                with faults.kept():
+                    raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
+
+
+def methods_of(given: Given) -> list[SimulatedMethod]:
+    """Every hint with all its options, then every strict schedule with all sends."""
+    from rrfp.hints.registry import named_or_loaded_hint
+
+    methods = []
+    for name in [] if given["hint"] is None else listed("hint", given["hint"]):
+        hint, ways = named_or_loaded_hint(name), combinations(SimulatedMethod, given, but=("hint", "strict", "sends"))
+        methods += [SimulatedMethod(hint=hint, name=name, **values) for values in ways]
+    if given["strict"] is not None:
+        ways = combinations(SimulatedMethod, given, but=("hint", "limit", "admission", "order", "coordination"))
+        methods += [SimulatedMethod(**values) for values in ways]
+    return methods
+
+
+def one_method(given: Given) -> SimulatedMethod:
+    """The only method that the options name; by default the default hint."""
+    from rrfp.hints.registry import default_hint
+
+    hint = given["hint"] or default_hint("natural" if given["order"] == "natural" else "free")
+    methods = methods_of(given if given["strict"] is not None else {**given, "hint": hint})
+    if len(methods) > 1:
+        raise ConfigError(f"rrfp simulate runs one method, these are {len(methods)}: lists go with rrfp sweep")
+    return methods[0]
+
+
+def without_sizes(experiments: Iterable[Experiment]) -> str:
+    """What hints lack without sizes of microbatches, as a sentence."""
+    files = dict.fromkeys(each.workload.costs_file for each in experiments if isinstance(each.workload, CostFile))
+    hints = dict.fromkeys(each.method.name for each in experiments)
+    names, verb = (next(iter(files)), "has") if len(files) == 1 else (f"{len(files)} cost files", "have")
+    return (
+        f"{names} {verb} no sizes of microbatches (step(sizes=...) in the job): without them "
+        f"{' and '.join(hints)} {'keeps' if len(hints) == 1 else 'keep'} the caller's order"
+    )
+
+
+def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:
+    """Say on stderr where limit 1f1b makes chunks run one after another."""
+    if any(experiment.method.limit == "1f1b" and experiment.workload.chunks > 1 for experiment in experiments):
+        typer.echo(
+            "warning: with several chunks --limit 1f1b leaves them few microbatches, those of the last stage one: they "
+            "run one after the other; n holds what 1F1B holds on its first stage (rrfp.Pipeline refuses 1f1b here)",
+            err=True,
+        )
