@@ -18,11 +18,12 @@ logger = logging.getLogger(__name__)
 class OpenPipeline:
     """A pipeline that is left once: by `close`, because of a failure, or when its owner or the interpreter ends.
 
-    ``what`` it is to its user stands in errors.
+    ``what`` it is to its user, and how to have ``another`` one, stands in errors.
     """
 
-    def __init__(self, pipeline: Pipeline, owner: object, what: str) -> None:
+    def __init__(self, pipeline: Pipeline, owner: object, what: str, another: str = "build a new one") -> None:
         self._what = what
+        self._another = another
         self.calls = pipeline.blocking()
         self.calls.__enter__()
         self._failure = ""
@@ -31,9 +32,9 @@ class OpenPipeline:
     def check_usable(self) -> None:
         """Refuse another step of one that has ended."""
         if self._failure:
-            raise RrfpError(f"this {self._what} ended with {self._failure}; build a new one")
+            raise RrfpError(f"this {self._what} ended with {self._failure}; {self._another}")
         if not self._leave.alive:
-            raise RrfpError(f"this {self._what} was closed; build a new one")
+            raise RrfpError(f"this {self._what} was closed; {self._another}")
 
     def close(self) -> None:
         """Leave in order; a second call does nothing."""
