@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import megatron_on_cpu  # noqa: F401 - before models are built
+import megatron_on_cpu  # type: ignore[import-not-found]  # noqa: F401 - before models are built
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
