@@ -18,7 +18,7 @@ from rrfp.model.tasks import B, F, Kind, Task
 STEPS = 5
 
 #: Another order than Megatron's, with more memory than Megatron's.
-FREE = {"hint": Shuffle, "limit": "2n"}
+FREE: dict[str, Any] = {"hint": Shuffle, "limit": "2n"}
 MOE = {"num_moe_experts": 4}
 FUSED = {"gradient_accumulation_fusion": True}
 SEQUENCE = {"sequence_parallel": True}

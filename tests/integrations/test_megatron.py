@@ -7,6 +7,7 @@ they lack on a CPU. Megatron is imported in those processes only.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import under_torchrun
-from fork_server import fork_server, reports
+from fork_server import fork_server, printed, reports
 from torch import nn
 
 from rrfp.errors import ConfigError, Origin, PipelineAborted
@@ -99,6 +100,20 @@ def test_on_four_ranks_all_other_bits_are_megatrons(start: int) -> None:
 @pytest.mark.timeout(300)
 def test_it_behaves_as_megatrons_schedules_do() -> None:
     run(*OTHER_BEHAVIOUR, ranks=2)
+
+
+@needs_megatron
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_whoever_is_killed_the_others_end_and_name_it() -> None:
+    seeds = list(map(str, range(30)))
+    output = printed(Path(__file__).parent / "megatron_kills.py", *seeds, timeout_s=290)
+    kills = list(map(json.loads, output.splitlines()))
+    assert len(kills) == len(seeds)
+    for kill in kills:
+        victim, raised = kill["victim"], kill["raised"]
+        assert [(name, rank) for name, rank, _ in raised] == [("MegatronPipelineAborted", victim)] * 3, kill
+    assert len({kill["victim"] for kill in kills}) == 4
 
 
 def test_every_case_is_run() -> None:
