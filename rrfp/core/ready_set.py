@@ -14,7 +14,7 @@ from typing import Literal
 from rrfp.core.task_state import TaskState, TaskStates, counters
 from rrfp.memory.admission import Admission
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import B, F, Kind, Task, W
+from rrfp.model.tasks import B, F, Kind, Mode, Task, W
 from rrfp.model.visits import Skipped, Visits
 
 
@@ -316,6 +316,20 @@ class ReadySet:
 
 #: A kind on a virtual stage whose tasks must be enqueued in microbatch order.
 ForcedOrder = tuple[Kind, int]
+
+#: In which order the microbatches of one kind run on one virtual stage: "free", the hint's, or "natural", the caller's.
+MicrobatchOrder = Literal["free", "natural"]
+
+
+def natural_order(graph: TaskGraph) -> frozenset[ForcedOrder]:
+    """Every kind on every virtual stage in microbatch order."""
+    stages = range(graph.placement.num_virtual_stages)
+    return frozenset((kind, v) for v in stages for kind in graph.kinds(v, Mode.TRAIN))
+
+
+def forced_by(order: MicrobatchOrder, graph: TaskGraph) -> frozenset[ForcedOrder]:
+    """What an order of microbatches forces."""
+    return natural_order(graph) if order == "natural" else frozenset()
 
 
 class Readiness:

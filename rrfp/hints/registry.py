@@ -9,12 +9,12 @@ from functools import lru_cache
 from typing import Any
 
 from rrfp.core.hint import Hint, View
-from rrfp.core.ready_set import ReadySet
+from rrfp.core.ready_set import MicrobatchOrder, ReadySet
 from rrfp.errors import ConfigError, misspelt
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.model.visits import Visits
-from rrfp.plugins import Registry, named_or_loaded, where_defined
+from rrfp.plugins import Registry, name_of, named_or_loaded, where_defined
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
 #: Returns the schedule for the step of a view, with every task of that step, weight tasks included.
@@ -77,6 +77,9 @@ HintSpec = str | Hint | Callable[[], Hint]
 #: The hint of `rrfp.Pipeline` and `rrfp simulate` where none is named; docs/hints.md gives the reasons.
 DEFAULT_HINT = "slot-aware-pyramid"
 
+#: The same where microbatches keep the caller's order, which a pyramid would change.
+DEFAULT_NATURAL_HINT = "slot-aware"
+
 #: The values of the option beside names.
 _OBJECTS = "a subclass of rrfp.Hint or its instance"
 
@@ -120,6 +123,22 @@ def create_hint(spec: HintSpec) -> Hint:
     if Hint not in type(hint).__mro__:
         raise _no_hint(type(hint))
     return copy.deepcopy(hint) if hint is spec else hint
+
+
+def default_hint(order: MicrobatchOrder) -> str:
+    """The hint where none is named."""
+    return DEFAULT_NATURAL_HINT if order == "natural" else DEFAULT_HINT
+
+
+def check_order(spec: HintSpec, order: MicrobatchOrder) -> None:
+    """Raise a ConfigError for a hint with an order of microbatches of its own where they keep the caller's."""
+    orders = type(create_hint(spec)).microbatch_order is not Hint.microbatch_order
+    if order == "natural" and orders:
+        name = repr(spec) if isinstance(spec, str) else name_of(spec)
+        raise ConfigError(
+            f"hint is {name}, which orders microbatches itself: must be another one, such as {DEFAULT_NATURAL_HINT}, "
+            "with order 'natural', which keeps the caller's"
+        )
 
 
 def create_strict(spec: ScheduleSpec) -> Hint:

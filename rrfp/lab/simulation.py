@@ -9,17 +9,21 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from rrfp.core.ready_set import MicrobatchOrder, forced_by
 from rrfp.core.usage import Peaks
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
 from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.memory.size_order import followed, least
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
+
+#: Orders of microbatches.
+ORDERS: tuple[str, ...] = get_args(MicrobatchOrder)
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
 Sends = Literal["eager", "blocking"]
@@ -96,6 +100,7 @@ def simulate(
     admission: AdmissionRule | None = None,
     sends: Sends = "eager",
     sizes: Sequence[float] | None = None,
+    order: MicrobatchOrder = "free",
 ) -> Simulation:
     """Simulate one training step with a hint, or with a schedule consumed strictly.
 
@@ -112,6 +117,7 @@ def simulate(
         sends: ``blocking`` makes strict 1f1b send as Megatron does, where sender and receiver wait for each other.
         sizes: how large each microbatch is, in any unit, for hints that ask; None: as the table says, if it does. Hints
             also know how closely the times follow them, as in every step of a job but the first.
+        order: with a hint, ``natural`` runs the microbatches of each kind on each virtual stage as 0, 1, 2, ...
 
     Raises:
         ConfigError: unless exactly one of ``hint`` and ``strict`` is given, for an unknown name, for what does not go
@@ -123,20 +129,25 @@ def simulate(
         raise ConfigError("exactly one of hint and strict is needed")
     if sends not in SENDS:
         raise ConfigError(f"sends is {sends!r}, must be one of: {', '.join(SENDS)}")
+    if order not in ORDERS:
+        raise ConfigError(f"order is {order!r}, must be one of: {', '.join(ORDERS)}")
     _check_sum(costs)
     costs = costs if sizes is None else replace(costs, sizes=tuple(sizes))
     if strict is not None:
         if limit is not None or admission is not None:
             what = "limit" if limit is not None else "admission"
             raise ConfigError(f"{what} goes with a hint; a strict schedule holds what its order holds")
+        if order != "free":
+            raise ConfigError(f"order is {order!r}, must be free with strict: a schedule is the order of all tasks")
         return _strict(costs, strict, sends)
     assert hint is not None
+    check_order(hint, order)
     if sends != "eager":
         raise ConfigError(f"sends is {sends!r}, must be eager with a hint: readiness-driven stages never wait to send")
     if isinstance(limit, str) and limit.startswith(SAME_BYTES):
         counted = resolve_limits(costs, limit.removeprefix(SAME_BYTES), admission)
-        return _dispatched(costs, hint, _same_bytes(costs, hint, counted))
-    return _dispatched(costs, hint, resolve_limits(costs, limit, admission))
+        return _dispatched(costs, hint, _same_bytes(costs, hint, counted, order), order)
+    return _dispatched(costs, hint, resolve_limits(costs, limit, admission), order)
 
 
 def planned_sizes(costs: CostTable) -> list[float]:
@@ -194,15 +205,20 @@ def _check_fits_strict(costs: CostTable, strict: ScheduleSpec) -> None:
         raise ConfigError(f"strict is {strict!r}, must be a schedule file on a graph: named schedules are for chains")
 
 
-def _same_bytes(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> list[Limit]:
+def _same_bytes(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order: MicrobatchOrder) -> list[Limit]:
     """As many bytes on each stage as it holds under ``limits``."""
     _check_has_bytes(costs)
-    counted = run(costs, [create_hint(hint) for _ in limits], limits, **_sizes(costs))
+    counted = _run(costs, hint, limits, order)
     return [Limit(bytes=max(1, peaks.num_bytes)) for peaks in counted.peaks]
 
 
-def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> Simulation:
-    result = run(costs, [create_hint(hint) for _ in limits], limits, **_sizes(costs))
+def _run(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order: MicrobatchOrder) -> EngineResult:
+    hints, in_order = [create_hint(hint) for _ in limits], forced_by(order, graph_of(costs))
+    return run(costs, hints, limits, in_order=in_order, **_sizes(costs))
+
+
+def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order: MicrobatchOrder) -> Simulation:
+    result = _run(costs, hint, limits, order)
     if any(limit.bytes is not None for limit in limits):
         # The bound of what holds as many microbatches as this run did.
         held = [max(1, -(-peaks.held // costs.chunks_of(stage))) for stage, peaks in enumerate(result.peaks)]

@@ -227,7 +227,7 @@ class RankBuilder:
             loss_fn=partition.losses,
             seed=replica_seed(seed_of(self._options), topology.summand),
             unsplittable=self._options.unsplittable,
-            in_order=partition.in_order(partition.modules(part, topology.stage)),
+            in_order=partition.writes_in_order(partition.modules(part, topology.stage)),
             environment=StageEnvironment(
                 devices=generator_devices(device),
                 shared=self._ties.shared,

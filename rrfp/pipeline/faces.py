@@ -517,7 +517,7 @@ class PipelineHandle:
 
         Returns:
             Small plain data that JSON and msgpack carry: ``version`` of this format; ``step``, the number of the next
-            training step; ``seed``; ``hint``, ``limit`` and ``strict`` by name; ``deterministic``;
+            training step; ``seed``; ``hint``, ``limit`` and ``strict`` by name; ``deterministic``; ``order``;
             ``virtual_stages``; ``stage`` and ``replica`` of this rank; and ``measured``: durations and sizes on the
             virtual stages of this process, from which hints and a limit on bytes go on.
 
@@ -530,8 +530,8 @@ class PipelineHandle:
         """Go on from a state: the next training step has the number ``state["step"]``.
 
         Call it on every rank with the state of the same step, before the pipeline is entered or between steps. Where
-        hint, limit, strict, deterministic or the number of virtual stages differ, or on a graph their names, the run
-        goes on and a warning names both values and the consequence. Measured values are taken for virtual stages of
+        hint, limit, strict, order, deterministic or the number of virtual stages differ, or on a graph their names, the
+        run goes on and a warning names both values and the consequence. Measured values are taken for virtual stages of
         this process that the state has: on a graph by name, else if their number is the same.
 
         Args:

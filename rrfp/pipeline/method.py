@@ -6,7 +6,7 @@ import logging
 
 from rrfp.core.hint import Hint
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import DEFAULT_HINT, HintSpec, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, create_hint, create_strict, default_hint
 from rrfp.log import get_logger
 from rrfp.memory.admission import LIMIT_PRESETS, Limit
 from rrfp.model.graph import TaskGraph
@@ -28,7 +28,8 @@ class DispatchMethod:
         self.strict = options.strict
         self._split = options.split
         self._coordination = options.coordination
-        self._hint: HintSpec = DEFAULT_HINT if options.hint is None else options.hint
+        self._default_hint = default_hint(options.order)
+        self._hint: HintSpec = self._default_hint if options.hint is None else options.hint
         self._limit = DEFAULT_LIMIT if options.limit is None else options.limit
 
     def new_hint(self) -> Hint:
@@ -80,7 +81,7 @@ class DispatchMethod:
         """Log that the hint orders weight tasks without any; at INFO for the default hint, which serves both cases."""
         if self._split or self.strict is not None or not self.new_hint().wants_split:
             return
-        level = logging.INFO if self._hint == DEFAULT_HINT else logging.WARNING
+        level = logging.INFO if self._hint == self._default_hint else logging.WARNING
         text = "the hint %s orders weight tasks, and without split=True there are none: its other rules apply"
         logger.log(level, text, self.hint_name)
 
@@ -111,6 +112,6 @@ def summary(options: Options) -> str:
     """The method of complete options in a few words; makes no hint, so it runs no code of the caller."""
     if options.strict is not None:
         return f"strict {options.strict}"
-    hint = DEFAULT_HINT if options.hint is None else options.hint
+    hint = default_hint(options.order) if options.hint is None else options.hint
     limit = DEFAULT_LIMIT if options.limit is None else options.limit
     return f"hint {hint if isinstance(hint, str) else name_of(hint)}, limit {limit}"

@@ -17,9 +17,10 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
 from rrfp.compute.loss import Reduction
 from rrfp.compute.split.backward import Unsplittable
+from rrfp.core.ready_set import MicrobatchOrder
 from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, Faults, misspelt, nearest_to
-from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
 from rrfp.runtime.context import Coordination
@@ -123,7 +124,8 @@ class Options:
     """A transport's name, class or factory."""
 
     hint: Annotated[HintSpec | None, _resolved(create_hint).common()] = None
-    """A hint's name, class or instance; ``slot-aware-pyramid`` by default, unless ``strict`` is set."""
+    """A hint's name, class or instance; by default, unless ``strict`` is set, ``slot-aware-pyramid``, or ``slot-aware``
+    with ``order="natural"``."""
 
     strict: Annotated[str | None, _resolved(create_strict).common()] = None
     """The name of a schedule to run strictly: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
@@ -134,6 +136,12 @@ class Options:
     ] = None
     """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"`` or ``"2n"`` (the default); bytes, such as
     ``"8GB"`` (B, kB, MB, GB: powers of 1000); or both, as an `rrfp.Limit`."""
+
+    order: Annotated[MicrobatchOrder, _one_of(MicrobatchOrder).common()] = "free"
+    """In which order the microbatches of one kind of task run on one virtual stage: ``"free"``, as they are ready and
+    as the hint ranks them, or ``"natural"``, always 0, 1, 2, ... Kinds and chunks alternate freely in both. With
+    ``"natural"`` the ``sizes`` of a step reorder nothing, and a hint that orders microbatches, such as a pyramid, is
+    refused."""
 
     loss_fn: Annotated[
         Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None,
@@ -263,6 +271,7 @@ class OptionArguments(TypedDict, total=False):
     hint: HintSpec | None
     strict: str | None
     limit: Limit | int | str | None
+    order: MicrobatchOrder
     loss_fn: Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None
     reduction: Reduction
     seed: int | None
@@ -326,6 +335,7 @@ def complete(passed: OptionArguments, arguments: str = "") -> Options:
         if options.strict is not None and (options.hint is not None or options.limit is not None):
             with faults.kept():
                 raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
+    _check_order(options)
     return replace(options, seed=torch.initial_seed()) if options.seed is None else options
 
 
@@ -347,6 +357,15 @@ def _check_names(passed: OptionArguments, arguments: str) -> None:
     else:
         rest = f", must be one of: {', '.join(table)}" + (f"; or an argument: {arguments}" if arguments else "")
     raise ConfigError(f"unknown {'option' if len(unknown) == 1 else 'options'} {texts}{rest}")
+
+
+def _check_order(options: Options) -> None:
+    if options.order != "natural":
+        return
+    if options.strict is not None:
+        raise ConfigError("order is 'natural', must be 'free' with strict: a schedule is the order of all tasks")
+    if options.hint is not None:
+        check_order(options.hint, options.order)
 
 
 def _check_patience(options: Options) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
-from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder, MicrobatchOrder, forced_by
 from rrfp.errors import ConfigError
 from rrfp.model.declared import Graph as PartGraph
 from rrfp.model.feeds import Feeds
@@ -36,6 +36,8 @@ class Partition:
     graph: TaskGraph
     #: Whether gradients are added in microbatch order.
     deterministic: bool = False
+    #: Of the microbatches of each kind on each virtual stage.
+    order: MicrobatchOrder = "free"
     #: The loss of each virtual stage that computes one; if it is a module, it belongs to that stage.
     losses: Mapping[int, LossFunction] = field(default_factory=dict)
     #: Of the model's parts, if it has any.
@@ -62,7 +64,7 @@ class Partition:
         chain = TaskGraph.chain(stages, chunks=chunks, layout=options.placement, split=options.split)
         if isinstance(loss_fn := options.loss_fn, Mapping):
             raise ConfigError("loss_fn is a dict, must be a function: without graph there are no parts")
-        return cls(chain, options.deterministic, losses_by_stage(loss_fn, chain))
+        return cls(chain, options.deterministic, options.order, losses_by_stage(loss_fn, chain))
 
     @classmethod
     def _of_graph(cls, options: Options, stages: int, graph: PartGraph) -> Partition:
@@ -73,7 +75,7 @@ class Partition:
         model = ModelGraph.of(graph, split=options.split)
         if (placed := model.tasks.placement.stages) != stages:
             raise ConfigError(f"graph has {placed} stages, must have {stages}, as the pipeline has")
-        return cls(model.tasks, options.deterministic, _losses(options.loss_fn, model), model)
+        return cls(model.tasks, options.deterministic, options.order, _losses(options.loss_fn, model), model)
 
     @property
     def feeds(self) -> Feeds:
@@ -129,7 +131,11 @@ class Partition:
             )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
-        """The forced orders of a rank with ``modules``: tasks that add gradients, and forwards that write buffers."""
+        """The forced orders of a rank with ``modules``."""
+        return self.writes_in_order(modules) | forced_by(self.order, self.graph)
+
+    def writes_in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
+        """Those that ``deterministic`` forces: tasks that add gradients, and forwards that write buffers."""
         if not self.deterministic:
             return frozenset()
         graph = self.graph

@@ -27,6 +27,7 @@ _CONSEQUENCES = {
     "hint": "the order of tasks changes, and without deterministic=True the last bits of gradients",
     "limit": "the memory held and the order of tasks change, and without deterministic=True the last bits of gradients",
     "strict": "the order of tasks changes, and without deterministic=True the last bits of gradients",
+    "order": "the order of tasks changes, and without deterministic=True the last bits of gradients",
     "deterministic": "the order in which gradients are added changes, and with it their last bits",
     "virtual_stages": "dropout draws other numbers than before, and measured sizes and durations are not used",
     "names": (
@@ -62,6 +63,8 @@ class PipelineState:
     measured: tuple[Measured, ...]
     #: Of the virtual stages; empty for a chain, and in states saved before they had names.
     names: tuple[str, ...] = ()
+    #: The option; free in states saved before it was one.
+    order: str = "free"
 
     @classmethod
     def of(
@@ -88,6 +91,7 @@ class PipelineState:
             topology.data_rank,
             tuple(measured),
             tuple(names),
+            options.order,
         )
 
     @classmethod
@@ -100,7 +104,7 @@ class PipelineState:
                 f"state: version is {reprlib.repr(plain['version'])}, must be {VERSION}, the one that this RRFP reads"
             )
         try:
-            state = records.from_plain(cls, {"names": [], **plain}, "state")
+            state = records.from_plain(cls, {"names": [], "order": "free", **plain}, "state")
         except ProtocolError as error:
             raise ConfigError(str(error)) from None
         for field, least, value in state._numbers():

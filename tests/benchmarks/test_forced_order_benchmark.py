@@ -18,15 +18,17 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "forced_order" / "
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_case_is_compared_with_free_order() -> None:
-    command = [sys.executable, str(SCRIPT), "--quick", "--json", "--profile", "mllm"]
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", "--profile", "mllm", "--profile", "branch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     costs = json.loads(done.stdout)["costs"]
     cases = [(cost["case"]["method"], cost["case"]["limit"], cost["case"]["latency"]) for cost in costs]
-    methods = ("bf", "bfw", "slot-aware-pyramid", "passed in pyramids")
+    methods = ("bf", "bfw", "slot-aware, whole", "slot-aware-pyramid", "passed in pyramids")
     assert set(cases) == set(product(methods, ("1f1b", "2n"), ("wire", "spike")))
     assert {cost["case"]["stages"] for cost in costs} == {2, 4}
-    assert all(math.isfinite(cost["added"]) and math.isfinite(cost["forwards_too"]) for cost in costs)
+    columns = ("added", "forwards_too", "natural")
+    assert all(math.isfinite(cost[column]) for cost in costs for column in columns)
     assert any(cost["added"] != 0 for cost in costs), "forcing an order changes something"
     assert any(cost["added"] != cost["forwards_too"] for cost in costs), "and forcing forwards changes something else"
+    assert any(cost["forwards_too"] != cost["natural"] for cost in costs), "and so does forcing split backwards"

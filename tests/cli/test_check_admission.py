@@ -131,7 +131,7 @@ def test_full_visits_more_states_and_finds_the_same() -> None:
             "rule has 'banker', must be among: staircase, paper, backward-drain, unreserved, last-slot, step-slot, "
             "separated by commas",
         ),
-        (("--in-order", "X"), "in-order has 'X', must be among: none, F, B, W, separated by commas"),
+        (("--in-order", "X"), "in-order has 'X', must be among: none, F, B, W, natural, separated by commas"),
         (("--placement", "zigzag"), "placement has 'zigzag', must be among: looped, v, separated by commas"),
         (("--limit", "9"), "no case is left: limits above M, or an order of a kind that no virtual stage runs"),
     ],

@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from rrfp.errors import TransportError
+from rrfp.integrations.open_pipeline import leave_unasked
 from rrfp.integrations.torch.limits import within
-from rrfp.integrations.torch.schedule import leave_unasked
 
 
 def test_results_and_errors_of_the_call_pass() -> None:
@@ -90,12 +90,12 @@ class Left:
 def test_a_schedule_is_left_at_once_but_never_on_a_loop_that_would_wait_for_itself() -> None:
     """The garbage collector runs on any thread, also on that of the pipeline's own loop."""
     pipe = Left()
-    leave_unasked(pipe)
+    leave_unasked(pipe, "schedule")
     assert pipe.by is threading.current_thread()
 
     async def collected() -> Left:
         owner, pipe = Left(), Left()
-        weakref.finalize(owner, leave_unasked, pipe)
+        weakref.finalize(owner, leave_unasked, pipe, "schedule")
         del owner
         return pipe
 

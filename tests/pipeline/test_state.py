@@ -75,6 +75,7 @@ def test_the_state_has_the_step_and_the_method_by_name() -> None:
         "stage": 0,
         "replica": 0,
         "names": [],
+        "order": "free",
     }
     assert [each["virtual_stage"] for each in measured] == [0, 1]
     for each in measured:

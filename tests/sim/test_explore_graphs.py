@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 from batches import batches, long
 
-from rrfp.lab.explore.cases import explored
+from rrfp.lab.explore.cases import InOrder, explored
 from rrfp.lab.explore.graph_cases import GraphCase, everywhere, graphs_of, random_skips, slots_of, tables_of
 from rrfp.lab.explore.search import explore
 from rrfp.memory.admission import Limit
@@ -97,7 +97,7 @@ class Options:
 
     is_split: bool = False
     mode: Mode = Mode.TRAIN
-    forced: Kind | None = None
+    forced: InOrder | None = None
     skips: bool = False
 
     def __str__(self) -> str:
@@ -116,8 +116,20 @@ FORCED = [
     Options(is_split=True, forced=Kind.W),
     Options(mode=Mode.FORWARD, forced=Kind.F),
     Options(forced=Kind.B, skips=True),
+    Options(forced="natural"),
+    Options(mode=Mode.FORWARD, forced="natural"),
+    Options(is_split=True, forced="natural", skips=True),
 ]
 ALL = [WHOLE, SPLIT, FORWARD, *SKIPS, *FORCED]
+
+
+def forced_on(where: Iterable[int], options: Options) -> tuple[tuple[Kind, int], ...]:
+    kinds: Sequence[Kind]
+    if options.forced == "natural":
+        kinds = [Kind.F] if options.mode is Mode.FORWARD else [Kind.F, Kind.B, *[Kind.W] * options.is_split]
+    else:
+        kinds = [] if options.forced is None else [options.forced]
+    return tuple((kind, v) for kind in kinds for v in where)
 
 
 def case_of(
@@ -126,7 +138,7 @@ def case_of(
     """The graph on its placement at every limit; what is skipped is drawn by a seed of its own."""
     count, seed = len(table), f"{edges} {table}"
     skipped = random_skips(count, microbatches, random.Random(seed)) if options.skips else ()
-    forced = everywhere(options.forced, count) if options.forced else ()
+    forced = forced_on(range(count), options)
     # A limit K is K slots for each chunk at least, visited or not; the banker needs no more than what is visited.
     for slots in slots_of(table, microbatches, skipped if rule == "banker" else ()):
         yield GraphCase(table, edges, microbatches, slots, skipped, options.is_split, options.mode, rule, forced)
@@ -195,7 +207,7 @@ def random_case(seed: int, count: int, microbatches: int) -> GraphCase:
     forced: tuple[tuple[Kind, int], ...] = ()
     if options.forced:
         where = [v for v in range(count) if rng.random() < 0.5] or [rng.randrange(count)]
-        forced = tuple((options.forced, v) for v in where)
+        forced = forced_on(range(count) if options.forced == "natural" else where, options)
     return GraphCase(table, edges, microbatches, slots, skipped, options.is_split, options.mode, rule, forced)
 
 

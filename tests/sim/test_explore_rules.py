@@ -111,6 +111,20 @@ def test_a_forced_order_with_one_chunk(kind: Kind) -> None:
     assert_safe(grid)
 
 
+@pytest.mark.parametrize("stages", STAGES)
+def test_natural_order_with_one_chunk(stages: int) -> None:
+    assert_safe(Grid((stages,), chunks=(1,), in_order=("natural",), rules=("staircase",)))
+
+
+@pytest.mark.every_other
+@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize("stages", [1, 2, *(pytest.param(n, marks=many_states) for n in (3, 4))])
+def test_natural_order_with_two_chunks(stages: int, layout: Layout, backward: Backward) -> None:
+    microbatches = (1, 2, 3, 4) if stages in (1, 3) else (1, 2, 3)
+    assert_safe(Grid((stages,), microbatches, (2,), (layout,), (backward,), in_order=("natural",)))
+
+
 @pytest.mark.every_other
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
 @pytest.mark.parametrize(

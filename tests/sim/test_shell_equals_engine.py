@@ -20,7 +20,7 @@ from sim.shell.runs import run_shell, run_shell_steps
 from sim.tables import table
 
 from rrfp import Hint, View
-from rrfp.core.ready_set import ForcedOrder, ReadySet
+from rrfp.core.ready_set import ForcedOrder, ReadySet, natural_order
 from rrfp.core.usage import WaitCause
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency
 from rrfp.engine.engine import graph_of, run
@@ -141,7 +141,8 @@ def cases(draw: st.DrawFn) -> Case:
         limits = [Limit(draw(st.none() | st.integers(1, 4)), draw(st.integers(1, 15))) for _ in limits]
     sizes = draw(st.none() | st.tuples(*[st.sampled_from([1.0, 2.0, 7.5])] * costs.microbatches))
     forced = [(kind, v) for v in range(costs.num_virtual_stages) for kind in (Kind.F, Kind.B)]
-    in_order = draw(st.just([]) | st.lists(st.sampled_from(forced), max_size=4))
+    natural = sorted(natural_order(graph_of(costs)))
+    in_order = draw(st.just([]) | st.lists(st.sampled_from(forced), max_size=4) | st.just(natural))
     name = f"strict {method}" if strict else method
     takes_offers = not counts_bytes and draw(st.booleans())
     return Case(costs, named(method, strict), tuple(limits), name, sizes, in_order, takes_offers)
@@ -206,6 +207,9 @@ def test_messages_that_overtake_each_other_arrive_when_the_table_says() -> None:
         ("F0@1", 11),
         ("B0@1", 12),
     ]
+    natural = run_shell(slow, [create_hint("bf")] * 2, [Limit()] * 2, in_order=natural_order(graph_of(slow)))
+    assert " ".join(str(span.task) for span in natural.spans[1]) == "F0@1 B0@1 F1@1 B1@1"
+    assert natural.spans[1][0].start == 11
 
 
 def test_v_placement_turns_round_on_the_last_stage() -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rrfp import CallerModes, Mode, Pipeline, PipelineAborted, StepResult
-from rrfp.errors import ConfigError, Faults, RrfpError
+from rrfp.errors import ConfigError, Faults
+from rrfp.integrations.open_pipeline import OpenPipeline
 from rrfp.integrations.torch import checks, private
 from rrfp.integrations.torch.layout import Layout
 from rrfp.integrations.torch.limits import INIT_S, STAGES, ReceiveWatch, shapes_of, within
@@ -24,37 +20,6 @@ from rrfp.integrations.torch.program import StageTasks, StepData, Unsplittable, 
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec
-
-
-logger = logging.getLogger(__name__)
-
-
-class OpenPipeline:
-    """A pipeline that is left once: by `close`, because of a failure, or when its owner or the interpreter ends."""
-
-    def __init__(self, pipeline: Pipeline, owner: object) -> None:
-        self.calls = pipeline.blocking()
-        self.calls.__enter__()
-        self._failure = ""
-        self._leave = weakref.finalize(owner, leave_unasked, self.calls)
-
-    def check_usable(self) -> None:
-        """Refuse another step of a schedule that has ended."""
-        if self._failure:
-            raise RrfpError(f"this schedule ended with {self._failure}; build a new one")
-        if not self._leave.alive:
-            raise RrfpError("this schedule was closed; build a new one")
-
-    def close(self) -> None:
-        """Leave in order; a second call does nothing."""
-        if self._leave.detach() is not None:
-            self.calls.__exit__(None, None, None)
-
-    def fail(self, error: BaseException) -> None:
-        """Leave because of ``error``, on all ranks."""
-        self._failure = type(error).__name__
-        if self._leave.detach() is not None:
-            self.calls.__exit__(type(error), error, error.__traceback__)
 
 
 def pipeline_of(
@@ -76,30 +41,6 @@ def pipeline_of(
     group: Any = torch.distributed.group.WORLD if first.group is None else first.group
     alone = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
     return Pipeline(tasks, mesh=alone, name=f"torch-{layout.token:x}", **options)
-
-
-def leave_unasked(pipe: Any) -> None:
-    """Leave, where the last reference to a schedule is gone, or the interpreter ends: in order, or by its error."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        _leave_quietly(pipe)
-    else:  # the garbage collector may run on the pipeline's own loop, which must not wait for itself
-        threading.Thread(target=_leave_quietly, args=(pipe,), name="rrfp-leaving").start()
-
-
-def _end_of_program() -> BaseException | None:
-    """The exception that ends this program, of which the other ranks are to learn; None if it goes on, or is done."""
-    # In a session that goes on, this may be an earlier error: the main thread counts as alive until exit handlers run.
-    return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
-
-
-def _leave_quietly(pipe: Any) -> None:
-    error = _end_of_program()
-    try:
-        pipe.__exit__(None if error is None else type(error), error, None)
-    except PipelineAborted as error:
-        logger.warning("a schedule of this process, which nothing uses any more, had ended: %s", error)
 
 
 class ScheduleRRFP(TorchSchedule):
@@ -202,7 +143,7 @@ class ScheduleRRFP(TorchSchedule):
         self.map_stages(layout.rank_of)
         divisor = n_microbatches if scale_grads else 1
         self._tasks = StageTasks(listed, n_microbatches, split=_split_of(options), divisor=divisor)
-        self._pipe = OpenPipeline(pipeline_of(self._tasks, listed, layout, mesh, coordinate, options), self)
+        self._pipe = OpenPipeline(pipeline_of(self._tasks, listed, layout, mesh, coordinate, options), self, "schedule")
         self._shapes = ReceiveWatch(listed[0], shapes_of(layout.token))
         #: Whether the stages know the shapes of training or of evaluations; None before the first call.
         self._shapes_train: bool | None = None

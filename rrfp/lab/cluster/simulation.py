@@ -22,7 +22,7 @@ from rrfp.arbiter.group_messages import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
-from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder, MicrobatchOrder, forced_by
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.core.waiting import describe, wait_line
@@ -30,7 +30,7 @@ from rrfp.costs.table import CostTable
 from rrfp.engine.engine import graph_of
 from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
-from rrfp.hints.registry import HintSpec, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import Envelope, TimedCluster
 from rrfp.lab.cluster.coordination import (
@@ -462,6 +462,7 @@ def simulate_tensor_parallel(
     latency: str = SHUFFLED,
     seed: int = 0,
     sizes: Sequence[float] | None = None,
+    order: MicrobatchOrder = "free",
 ) -> TensorParallelSimulation:
     """Simulate one training step of N stages of ``tp`` ranks, with a hint or with a schedule consumed strictly.
 
@@ -476,6 +477,7 @@ def simulate_tensor_parallel(
         latency: how the messages of ranks 1..T-1 draw their times; see `rank_latencies`.
         seed: of those draws.
         sizes: how large each microbatch is, for hints that ask; None: as the table says, if it does.
+        order: with a hint; see `rrfp.lab.simulation.simulate`.
     """
     if (hint is None) == (strict is None):
         raise ConfigError("exactly one of hint and strict is needed")
@@ -484,20 +486,22 @@ def simulate_tensor_parallel(
     costs = costs if sizes is None else replace(costs, sizes=tuple(sizes))
     latencies = rank_latencies(costs, latency, tp, seed=seed)
     if hint is None:
-        if limit is not None or coordination is not None:
-            what = "limit" if limit is not None else "coordination"
+        if limit is not None or coordination is not None or order != "free":
+            what = "limit" if limit is not None else "coordination" if coordination is not None else "order"
             raise ConfigError(f"{what} goes with a hint; a strict schedule is the same order on every rank")
         assert strict is not None
         way: Coordination = Independent()
         make, limits, counts = partial(create_strict, strict), [Limit()] * costs.stages, None
     else:
+        check_order(hint, order)
         way = resolve_coordination(coordination)
         make, limits = partial(create_hint, hint), resolve_limits(costs, limit)
         if any(stage_limit.bytes is not None for stage_limit in limits):
             raise ConfigError("limit: bytes must be None, simulated groups count microbatches")
         counts = tuple(stage_limit.microbatches or costs.microbatches for stage_limit in limits)
-    correlation = shown_correlation(costs)
-    result = run_tensor_parallel(costs, latencies, make, limits, way, sizes=costs.sizes, size_correlation=correlation)
+    known: Mapping[str, Any] = {"sizes": costs.sizes, "size_correlation": shown_correlation(costs)}
+    in_order = forced_by(order, graph_of(costs))
+    result = run_tensor_parallel(costs, latencies, make, limits, way, in_order=in_order, **known)
     # A strict schedule's bound uses what it held itself; under the paper's rule D may pass the limit by C.
     held = [-(-peak.held // costs.chunks) for peak in result.peaks]
     needed = held if counts is None else list(map(max, zip(counts, held, strict=True)))

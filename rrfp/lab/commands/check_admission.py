@@ -17,13 +17,15 @@ from rrfp.model.tasks import Kind, Mode
 from rrfp.tables import Column, print_table
 
 if TYPE_CHECKING:
-    from rrfp.lab.explore.cases import ChainCase, Explored
+    from rrfp.lab.explore.cases import ChainCase, Explored, InOrder
 
 #: Up to so many stages the default forces an order, too.
 _FEW_STAGES = 2
 #: The most forwards (N*C*M) of a case: beyond it, the states of most cases are more than a machine can visit.
 MOST_FORWARDS = 48
-_IN_ORDER = "What runs in microbatch order. By default nothing, and beside that B with up to 2 stages."
+_IN_ORDER = (
+    "What runs in microbatch order; natural: all. By default nothing, and beside that B, and all, with up to 2 stages."
+)
 _BACKWARD = "Backward by virtual stage."
 _MODE = "Training or forward only."
 _LIMIT = "Limits; those above M are left out."
@@ -70,6 +72,16 @@ def _rules() -> Iterable[str]:
     return RULES
 
 
+def _orders() -> Iterable[str]:
+    return ("none", *Kind, "natural")
+
+
+def _in_order(name: str) -> InOrder | None:
+    if name == "none":
+        return None
+    return "natural" if name == "natural" else Kind(name)
+
+
 def _places() -> Iterable[str]:
     from rrfp.lab.explore.cases import Where
 
@@ -85,14 +97,15 @@ def admission(
     mode: Annotated[str, _names("mode", "train,forward", _MODE, lambda: Mode)] = "train,forward",
     limit: Annotated[str, _numbers("limit", "K,..,1f1b", _LIMIT, "1f1b")] = "1,2,3,4,1f1b",
     rule: Annotated[str, _names("rule", "NAME,..", _RULE, _rules)] = "staircase",
-    in_order: Annotated[str | None, _names("in-order", "none,F,B,W", _IN_ORDER, lambda: ("none", *Kind))] = None,
+    in_order: Annotated[str | None, _names("in-order", "none,F,B,W,natural", _IN_ORDER, _orders)] = None,
     where: Annotated[str, _names("where", "all,last,middle", _WHERE, _places)] = "all",
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
     json: Json = False,
 ) -> None:
     """Explore small pipelines under a memory rule: no deadlock, and memory in bounds; exit code 1 if not.
 
-    By default pipelines of up to 2 stages run with backwards in microbatch order, too: there the reserve rule matters.
+    By default pipelines of up to 2 stages run with backwards in microbatch order, too: there the reserve rule matters;
+    and with all kinds in that order.
     """
     from rrfp.lab.explore.cases import Backward, Grid, Where, explored
 
@@ -105,13 +118,13 @@ def admission(
         [Mode(name) for name in listed("mode", mode)],
         ["1f1b" if text == "1f1b" else int(text) for text in listed("limit", limit)],
         listed("rule", rule),
-        [None if name == "none" else Kind(name) for name in listed("in-order", in_order or "none")],
+        list(map(_in_order, listed("in-order", in_order or "none"))),
         cast("list[Where]", listed("where", where)),
     )
     cases = list(grid)
     if in_order is None:
         few = [number for number in grid.stages if number <= _FEW_STAGES]
-        cases += replace(grid, stages=few, in_order=[Kind.B])
+        cases += replace(grid, stages=few, in_order=[Kind.B, "natural"])
     _check_sizes(cases)
     with _shown(cases, quiet=json) as shown:
         done = list(explored(shown, reduce=False if full else None))

@@ -142,6 +142,7 @@ class MethodCommand(Command):
         reasons = {
             "limit": "a strict schedule holds what its order holds",
             "admission": "a strict schedule holds what its order holds",
+            "order": "a strict schedule is the order of all tasks",
             "coordination": "a strict schedule is the same order on every rank",
             "sizes": "a strict schedule knows its order",
         }
@@ -167,16 +168,17 @@ def methods_of(given: Given) -> list[SimulatedMethod]:
         hint, ways = named_or_loaded_hint(name), combinations(SimulatedMethod, given, but=("hint", "strict", "sends"))
         methods += [SimulatedMethod(hint=hint, name=name, **values) for values in ways]
     if given["strict"] is not None:
-        ways = combinations(SimulatedMethod, given, but=("hint", "limit", "admission", "coordination"))
+        ways = combinations(SimulatedMethod, given, but=("hint", "limit", "admission", "order", "coordination"))
         methods += [SimulatedMethod(**values) for values in ways]
     return methods
 
 
 def one_method(given: Given) -> SimulatedMethod:
     """The only method that the options name; by default the default hint."""
-    from rrfp.hints.registry import DEFAULT_HINT
+    from rrfp.hints.registry import default_hint
 
-    methods = methods_of(given if given["strict"] is not None else {**given, "hint": given["hint"] or DEFAULT_HINT})
+    hint = given["hint"] or default_hint("natural" if given["order"] == "natural" else "free")
+    methods = methods_of(given if given["strict"] is not None else {**given, "hint": hint})
     if len(methods) > 1:
         raise ConfigError(f"rrfp simulate runs one method, these are {len(methods)}: lists go with rrfp sweep")
     return methods[0]

@@ -45,7 +45,7 @@ class MethodRun:
         self._modules = modules = {v: parts[v] for v in placement.virtual_stages(topology.stage)}
         parameters = [parameter for module in modules.values() for parameter in module.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-        program = TorchStage(modules, partition.graph, loss_fn=loss_fn, in_order=partition.in_order(modules))
+        program = TorchStage(modules, partition.graph, loss_fn=loss_fn, in_order=partition.writes_in_order(modules))
         self._paced = None if settings.real_compute else PacedStage(program, lambda task: 0.0)
         options = {**method.options(), "deterministic": settings.deterministic}
         options |= {"transport": demo_transport(settings.transport), "patience": timeouts.WORKERS_PATIENCE_S}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Generic, Literal, Protocol, TypeVar
 
-from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.ready_set import ForcedOrder, natural_order
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import Admission, AdmissionRule, Limit
 from rrfp.model.graph import TaskGraph
@@ -122,6 +122,8 @@ class StepReserved(Admission):
 
 #: Whether virtual stages split their backward: none, all, or those of even number.
 Backward = Literal["whole", "split", "mixed"]
+#: What runs in microbatch order: one kind, or "natural", every kind.
+InOrder = Kind | Literal["natural"]
 #: Which virtual stages run a kind in microbatch order: all, the last, or the middle one.
 Where = Literal["all", "last", "middle"]
 
@@ -182,8 +184,8 @@ class ChainCase:
     limit: int | Literal["1f1b"] = 1
     #: a name of `RULES`.
     rule: str = "staircase"
-    #: The kind that runs in microbatch order, or None.
-    in_order: Kind | None = None
+    #: What runs in microbatch order, or None.
+    in_order: InOrder | None = None
     #: On which virtual stages it does.
     where: Where = "all"
 
@@ -215,6 +217,8 @@ class ChainCase:
         if self.in_order is None:
             return []
         graph, count = self.graph, self.stages * self.chunks
+        if self.in_order == "natural":
+            return [(kind, v) for kind, v in natural_order(graph) if kind in graph.kinds(v, self.mode)]
         where = {"all": range(count), "last": [count - 1], "middle": [(count - 1) // 2]}[self.where]
         return [(self.in_order, v) for v in where if self.in_order in graph.kinds(v, self.mode)]
 
@@ -245,7 +249,9 @@ class ChainCase:
         shape = f"N={self.stages} M={self.microbatches} C={self.chunks}"
         layout = f" {self.layout}" if self.chunks > 1 else ""
         backward = f", {self.backward} backward" if self.mode is Mode.TRAIN else ", forward only"
-        order = "" if self.in_order is None else f", {self.in_order} in order ({self.where})"
+        order = {None: "", "natural": ", natural order"}.get(
+            self.in_order, f", {self.in_order} in order ({self.where})"
+        )
         return f"{shape}{layout}{backward}, limit {self.limit}, {self.rule}{order}"
 
 
@@ -301,8 +307,8 @@ class Grid:
     limits: Sequence[int | Literal["1f1b"]] = (1, 2, 3, 4, "1f1b")
     #: Names of rules.
     rules: Sequence[str] = ("staircase", "paper")
-    #: Kinds in microbatch order; None for no forced order.
-    in_order: Sequence[Kind | None] = (None,)
+    #: What runs in microbatch order; None for no forced order.
+    in_order: Sequence[InOrder | None] = (None,)
     where: Sequence[Where] = ("all", "last", "middle")
 
     def __iter__(self) -> Iterator[ChainCase]:
@@ -320,7 +326,7 @@ class Grid:
             return False
         if isinstance(case.limit, int) and case.limit > case.microbatches:
             return False
-        if case.in_order is None:
+        if case.in_order is None or case.in_order == "natural":
             return case.where == self.where[0]
         return bool(case.forced)
 

@@ -17,6 +17,7 @@ from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Work
 
 # What computes is imported where it is used: `rrfp --help` looks at the fields, and must not wait for numpy.
 if TYPE_CHECKING:
+    from rrfp.core.ready_set import MicrobatchOrder
     from rrfp.costs.table import CostTable
     from rrfp.hints.registry import HintSpec
     from rrfp.lab.cluster.coordination import CoordinationName
@@ -30,7 +31,10 @@ RECORD_SPLIT = "record the job with split=True and make a cost file of that trac
 
 #: The accepted forms of a hint, for help texts.
 HINT_FORMS = "a name that `rrfp hints` lists, module:attribute, or file.py:attribute"
-_HINT = f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid."
+_HINT = (
+    f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid, with "
+    "--order natural slot-aware."
+)
 _STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
 _LIMIT = (
     "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
@@ -38,6 +42,9 @@ _LIMIT = (
 )
 _LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default {default}."
+_ORDER = (
+    "natural: microbatches of one kind run as 0, 1, 2, ... on each virtual stage. Not with --strict; default {default}."
+)
 _SENDS = "blocking: 1f1b sends as Megatron does, sender and receiver wait for each other. With --strict only."
 _COORDINATION = "How the ranks of a group agree on the same order. With --tp, not with --strict; default leader."
 
@@ -95,6 +102,8 @@ class SimulatedMethod:
     admission: AdmissionRule = field(
         default="staircase", metadata=as_option(_ADMISSION, known=("staircase", "paper"), beside=_BF)
     )
+    #: With a hint, the order of the microbatches of each kind on each virtual stage.
+    order: MicrobatchOrder = field(default="free", metadata=as_option(_ORDER, known=("free", "natural"), beside=_BF))
     #: Of a strict schedule, see `rrfp.lab.simulation.simulate`.
     sends: Sends = field(default="eager", metadata=as_option(_SENDS, known=("eager", "blocking"), beside=_1F1B))
     #: With a hint, how the ranks of a group agree on the same order; None: the default.
@@ -105,22 +114,27 @@ class SimulatedMethod:
     name: str = ""
 
     def __post_init__(self) -> None:
-        from rrfp.hints.registry import create_hint, create_strict
+        from rrfp.hints.registry import check_order, create_strict
         from rrfp.lab.cluster.coordination import COORDINATIONS
-        from rrfp.lab.simulation import SENDS
+        from rrfp.lab.simulation import ORDERS, SENDS
         from rrfp.memory.admission import AdmissionRule, Limit
         from rrfp.schedules.csv import CsvSchedule
 
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
-        allowed = {"admission": get_args(AdmissionRule), "sends": SENDS, "coordination": (None, *COORDINATIONS)}
+        allowed = {
+            "admission": get_args(AdmissionRule),
+            "order": ORDERS,
+            "sends": SENDS,
+            "coordination": (None, *COORDINATIONS),
+        }
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name} is {value!r}, must be one of: {', '.join(filter(None, values))}")
         if self.strict is not None:
             create_strict(self.strict)
         elif self.hint is not None:
-            create_hint(self.hint)
+            check_order(self.hint, self.order)
             Limit.resolve(self.limit.removeprefix(SAME_BYTES) if isinstance(self.limit, str) else self.limit, 0, 1)
         if not self.name:
             chosen = self.hint if self.strict is None else self.strict
@@ -159,9 +173,8 @@ class SimulatedMethod:
             return simulate(costs, strict=self.strict, sends=self.sends)
         if self.admission == "paper" and self.counts_bytes and not str(self.limit).startswith(SAME_BYTES):
             raise ConfigError(f"admission is 'paper', which counts microbatches, and limit is {self.limit!r}: bytes")
-        return simulate(
-            costs, hint=self.hint, limit=self.limit, admission=self.admission, sends=self.sends, sizes=sizes
-        )
+        how: Mapping[str, Any] = {"limit": self.limit, "admission": self.admission, "order": self.order}
+        return simulate(costs, hint=self.hint, sends=self.sends, sizes=sizes, **how)
 
     def _simulate_groups(self, costs: CostTable, tp: int, how: Mapping[str, Any]) -> TensorParallelSimulation:
         from rrfp.lab.cluster.simulation import simulate_tensor_parallel
@@ -173,9 +186,8 @@ class SimulatedMethod:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {only} with tp")
         if self.hint is None:
             return simulate_tensor_parallel(costs, tp, strict=self.strict, **how)
-        return simulate_tensor_parallel(
-            costs, tp, hint=self.hint, limit=self.limit, coordination=self.coordination, **how
-        )
+        chosen: Mapping[str, Any] = {"limit": self.limit, "coordination": self.coordination, "order": self.order}
+        return simulate_tensor_parallel(costs, tp, hint=self.hint, **chosen, **how)
 
 
 @dataclass(frozen=True, slots=True)

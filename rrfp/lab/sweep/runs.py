@@ -84,6 +84,8 @@ class SweepRow:
     memory_wait_share: float = 0.0
     #: That stage; None where no stage waited so.
     memory_wait_stage: int | None = None
+    #: Of microbatches: ``free`` or ``natural``; None for a strict schedule.
+    order: str | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, run: Simulation | TensorParallelSimulation) -> SweepRow:
@@ -129,6 +131,7 @@ class SweepRow:
             sizes=_source_of_sizes(experiment),
             memory_wait_share=longest / simulation.makespan if longest else 0.0,
             memory_wait_stage=memory_waits.index(longest) if longest else None,
+            order=method.order if is_hint else None,
         )
 
 

@@ -19,7 +19,7 @@ from rrfp.memory.admission import Limit
 WORKLOAD_COLUMNS = (
     *("costs", "profile", "stages", "microbatches", "chunks", "placement", "split", "tp", "jitter", "latency"),
 )
-METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends", "coordination", "sizes")
+METHOD_COLUMNS = ("method", "kind", "limit", "admission", "sends", "coordination", "sizes", "order")
 #: The columns that have a spread, and those that only groups of ranks have.
 NUMBERS = ("makespan", "ratio", "peak_max", "received_peak_max", "busy_share")
 GROUP_NUMBERS = ("coordination_share", "failed_rounds_per_task", "messages_per_task")
@@ -175,8 +175,10 @@ def label(row: SweepRow) -> str:
     if row.kind == "strict":
         return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
     rule = ", paper's rule" if row.admission == "paper" else ""
+    order = ", natural order" if row.order == "natural" else ""
     sizes = f", {'no' if row.sizes == 'none' else row.sizes} sizes" if row.sizes in ("none", "planned") else ""
-    return f"{row.method}, limit {row.limit}" + rule + (f", {row.coordination}" if row.coordination else "") + sizes
+    group = f", {row.coordination}" if row.coordination else ""
+    return f"{row.method}, limit {row.limit}{rule}{order}{group}{sizes}"
 
 
 def varied(rows: Sequence[SweepRow], columns: Iterable[str]) -> list[str]:
