@@ -32,7 +32,7 @@ from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import B, Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
 
@@ -382,7 +382,8 @@ class StageCore:
         self._step, self._view, self._next_step = step, view, self._next_step + 1
 
     def _let_weights_first(self, step: Step) -> None:
-        is_split = any(self.graph.split[v] for v in self.graph.placement.virtual_stages(self.stage))
+        here = self.graph.placement.virtual_stages(self.stage)
+        is_split = any(self.graph.last_kind(v, Mode.TRAIN) in ENDING_KINDS for v in here)
         # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
         if is_split and self.group.size == 1 and not self._in_order and not self.hint.may_wait:
             step.ready.defer_backwards()

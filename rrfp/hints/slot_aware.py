@@ -99,7 +99,7 @@ class SlotAware(EncoderAware):
                 return weight
         elif view.last_kind is B or view.num_enqueued(F) - view.num_enqueued(B) < self._depth:
             return forward
-        return ready.first(B) or forward or ready.first(W) or self.last_resort(ready, view)
+        return ready.first(B) or forward or self.otherwise(ready, view)
 
     def _wants_slots(self, ready: ReadySet, view: View) -> bool:
         """Whether a free slot is better than a backward: rules 1 and 2."""

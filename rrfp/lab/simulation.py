@@ -19,6 +19,7 @@ from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
 from rrfp.memory.admission import AdmissionRule, Limit
 from rrfp.memory.size_order import followed, least
+from rrfp.model.tasks import F
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
@@ -144,7 +145,7 @@ def planned_sizes(costs: CostTable) -> list[float]:
 
     No estimate made before a step can be better, since the table's own jitter is in them.
     """
-    total = costs.forward + costs.backward if costs.weight is None else costs.forward + costs.backward + costs.weight
+    total: Matrix = sum(costs.durations.values(), start=np.zeros(()))
     sizes: list[float] = total.sum(axis=0).tolist()
     return sizes
 
@@ -153,7 +154,7 @@ def shown_correlation(costs: CostTable) -> float | None:
     """How closely times follow sizes, as an equal step before shows it; None without sizes."""
     if costs.sizes is None:
         return None
-    backward = costs.backward if costs.weight is None else costs.backward + costs.weight
+    backward: Matrix = sum((rows for kind, rows in costs.durations.items() if kind is not F), start=np.zeros(()))
     by_stage = []
     for stage in range(costs.stages):
         own = list(costs.virtual_stages_of(stage))
@@ -241,8 +242,7 @@ def _check_sum(costs: CostTable) -> None:
 
 def _matrices(costs: CostTable) -> list[Matrix]:
     """Everything in the table."""
-    matrices = (costs.forward, costs.backward, costs.weight, costs.latency_forward, costs.latency_backward)
-    return [matrix for matrix in matrices if matrix is not None]
+    return [*costs.durations.values(), costs.latency_forward, costs.latency_backward]
 
 
 def beside_bound(

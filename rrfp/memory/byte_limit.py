@@ -34,7 +34,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from rrfp.memory.held_bytes import HeldBytes, Owner
 from rrfp.memory.seen_sizes import Preview, SeenSizes
-from rrfp.model.tasks import B, F, Kind
+from rrfp.model.tasks import ENDING_KINDS, F, Kind
 
 
 class ByteLimit:
@@ -197,7 +197,7 @@ class ByteLimit:
             self._seen.saw(chunk, held + output, preview)
         if kind is F:
             self._forwarded(owner, held + output)
-        elif kind is B and self.is_in_work(owner):
+        elif kind not in ENDING_KINDS and self.is_in_work(owner):
             self._seen.saw_growth(chunk, self._held.of(owner, member), held + output, output)
         if member == 0 and kind is F:
             self._before_backward.add(owner)

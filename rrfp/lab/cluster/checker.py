@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import KINDS, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
 
@@ -44,7 +44,7 @@ class MemoryChecker:
     def enqueue(self, task: Task) -> str | None:
         """``task`` was started; returns what is wrong with that, if anything."""
         # A lane runs its tasks in order: D as it is when the lane comes to this one.
-        self._held += task.kind is Kind.F
+        self._held += KINDS[task.kind].takes_slot
         most, wrong = self.most_held, None
         if most is not None and self._held > most:
             wrong = f"holds {self._held} chunk tasks after starting {task}, the most allowed is {most}"

@@ -60,7 +60,7 @@ from rrfp.lab.unused_hint import UnusedHint
 from rrfp.memory.admission import Admission, Limit
 from rrfp.memory.memory_rule import rule_of
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, KINDS, F, Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Skipped, Visits
 
@@ -172,7 +172,7 @@ class StageOracle:
         self._readers = self._find_readers()
         self._credits = self._find_credits()
         self._kept = self._find_kept()
-        self._forwards = sum(bit for bit, (kind, _) in self._own.items() if kind is Kind.F)
+        self._forwards = sum(bit for bit, (kind, _) in self._own.items() if KINDS[kind].takes_slot)
         #: The tasks of a microbatch of which a core receives events, each task after all that it reads.
         self._visible = [(bit, pair) for pair, bit in bits.items() if bit in self._own or bit in self._readers]
         awaited = [readers for *_, readers in self._credits]
@@ -197,7 +197,8 @@ class StageOracle:
                 task = Task(kind, microbatch, virtual_stage)
                 if ran & bit and bit in self._own:
                     core.apply(Enqueued(task))
-                    added = problem.growth if kind is Kind.B and problem.graph.split[virtual_stage] else 0
+                    grows = kind is Kind.B and kind is not problem.graph.last_kind(virtual_stage, Mode.TRAIN)
+                    added = problem.growth if grows else 0
                     core.apply(Completed(task, held=size + added))
                 elif ran & bit and self._readers[bit] & visited:
                     core.apply(Arrived(step, task))
@@ -245,7 +246,7 @@ class StageOracle:
             is_never_full = view.slots is None or view.held + left < view.slots
             return moves[0] if moves and (is_full or is_never_full) else None
         # A backward that grows may not fit behind another one.
-        stay = (Kind.W,) if self._problem.growth else (Kind.B, Kind.W)
+        stay = ENDING_KINDS if self._problem.growth else [kind for kind in Kind if not KINDS[kind].takes_slot]
         return next((move for move in moves if self._own[move[1]][0] in stay), None)
 
     def _find_readers(self) -> dict[int, int]:
@@ -283,8 +284,8 @@ class StageOracle:
 def bits_of(graph: TaskGraph, mode: Mode) -> dict[tuple[Kind, int], int]:
     """The bit of every kind and virtual stage, above those it reads."""
     upward = range(graph.placement.num_virtual_stages)
-    pairs = [(Kind.F, v) for v in upward]
-    pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
+    pairs = [(F, v) for v in upward]
+    pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not F]
     return {pair: 1 << index for index, pair in enumerate(pairs)}
 
 

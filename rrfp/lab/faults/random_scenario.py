@@ -36,7 +36,7 @@ from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import SENT_TO, Kind, Mode, StepId, Task
 from rrfp.schedules.registry import make_schedule, schedule_names
 
 
@@ -309,14 +309,14 @@ def _durations(rng: random.Random, count: int, microbatches: int) -> dict[Kind, 
         return tuple([float(round(time)) for time in times] if is_whole else times)
 
     scale = {Kind.F: 1.0, Kind.B: 1.5, Kind.W: 0.7}
-    return {kind: tuple([row(speed * scale[kind]) for speed in speeds]) for kind in Kind}
+    return {kind: tuple([row(speed * scale.get(kind, 1.0)) for speed in speeds]) for kind in Kind}
 
 
 def _latencies(rng: random.Random, count: int, microbatches: int) -> dict[Kind, Rows]:
     base, jitter = rng.choice([0.0, 0.1, 1.0]), rng.choice([0.0, 1.0, 5.0])
     return {
         kind: tuple([tuple([base + jitter * rng.random() ** 3 for _ in range(microbatches)]) for _ in range(count)])
-        for kind in (Kind.F, Kind.B)
+        for kind in SENT_TO
     }
 
 
