@@ -63,6 +63,13 @@ class View(Protocol):
         """K * C, the most chunk tasks this stage may hold, or None if unlimited."""
 
     @property
+    def full_at(self) -> int | None:
+        """The smallest D at which the limit blocks the forward of some chunk: what the stage's memory rule says.
+
+        None: unlimited, or D alone does not say it, as where branches of the graph join.
+        """
+
+    @property
     def held(self) -> int:
         """D, the chunk tasks held when the lane has run what is enqueued."""
 

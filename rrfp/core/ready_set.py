@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.task_state import TaskState, TaskStates, counters
-from rrfp.memory.admission import Admission
+from rrfp.memory.rules import MemoryRule
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import ENDING_KINDS, KINDS, F, Kind, Task
 from rrfp.model.visits import Skipped, Visits
@@ -99,7 +99,7 @@ class ReadySet:
         self,
         states: TaskStates,
         virtual_stages: Sequence[int],
-        admission: Admission,
+        admission: MemoryRule,
         visits: Visits,
         drain_order: DrainOrder | None,
     ) -> None:
@@ -153,7 +153,7 @@ class ReadySet:
         if head.kind is not F:
             return None
         # Where the rule prefers lower microbatches the lowest may start while one of higher priority is blocked.
-        if self._admission.reserve:
+        if self._admission.reserves:
             lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
         elif self._admission.is_by_number:
             lowest = min((task for _, task in self._queues[F][chunk]), key=itemgetter(1))
@@ -257,7 +257,7 @@ class ReadySet:
             self._drain_order.note(task)
         if state.kind is F:
             self._num_forwards -= 1
-            if self._admission.reserve:
+            if self._admission.reserves:
                 self._note_forward(state.chunk, task.microbatch)
         else:
             self._num_others -= 1

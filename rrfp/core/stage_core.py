@@ -15,7 +15,6 @@ the shell aborts the pipeline with it rather than compute a wrong gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from typing import Any
 
 from rrfp.core import events as ev
@@ -25,9 +24,10 @@ from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ConfigError, HintError, ProtocolError, Sender
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
 from rrfp.memory.measured import MeanDurations, Measured
 from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
 from rrfp.model.graph import TaskGraph
@@ -93,6 +93,11 @@ class StageView:
         return self._step.admission.slots
 
     @property
+    def full_at(self) -> int | None:
+        """The smallest D at which the limit blocks the forward of some chunk."""
+        return self._step.admission.full_at
+
+    @property
     def held(self) -> int:
         """D."""
         return self._step.admission.held
@@ -149,8 +154,8 @@ class StageCore:
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
-        admission: the memory rule; None: `rule_of` chooses it in each step. Only the explorer passes one, to show what
-            is wrong with it.
+        admission: the memory rule; None: what the limit asks for, or what stands in for that. Only the explorer passes
+            one, to show what is wrong with it.
     """
 
     def __init__(
@@ -162,7 +167,7 @@ class StageCore:
         *,
         group: GroupMembership | None = None,
         in_order: Collection[ForcedOrder] = (),
-        admission: type[Admission] | None = None,
+        admission: type[MemoryRule] | None = None,
     ) -> None:
         self.graph = graph
         self.stage = stage
@@ -350,12 +355,13 @@ class StageCore:
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
         step_id, visits = StepId(event.step, event.mode, event.microbatches), Visits(event.microbatches, event.skipped)
-        limit, is_forced = self._limit_in(event.mode), bool(self._in_order)
-        rule = self._admission or rule_of(self.graph, self.stage, limit, visits, is_forced=is_forced)
+        context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self._in_order))
+        rule = self._admission or rule_of(self.limit.rule, context)
+        visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]
         admission = rule(
-            limit,
-            [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)],
-            reserve=is_forced,
+            self.limit.slots(len(visitors)),
+            None if self.group.follows else self.limit.bytes,  # a follower's bytes count on its leader
+            visitors,
             seen=self._seen_sizes[event.mode].open_step(),
             followers=self.group.num_followers,
             sizes=event.sizes,
@@ -387,13 +393,6 @@ class StageCore:
         # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
         if is_split and self.group.size == 1 and not self._in_order and not self.hint.may_wait:
             step.ready.defer_backwards()
-
-    def _limit_in(self, mode: Mode) -> Limit:
-        """What bounds a step of ``mode`` on this rank."""
-        # Draining bounds D only where what is drained frees memory; forward only, that is up to the successors.
-        limit = replace(self.limit, rule="staircase") if mode is Mode.FORWARD else self.limit
-        # A follower's bytes count on its leader.
-        return replace(limit, bytes=None) if self.group.follows else limit
 
     def _open_pauses(self, step: Step, view: StageView) -> None:
         # In a group a wait would be one of all ranks: it has none.

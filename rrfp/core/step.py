@@ -63,9 +63,9 @@ from rrfp.core.ready_set import DrainOrder, ForcedOrder, Readiness, ReadySet
 from rrfp.core.task_state import Outputs, RefCounts, TaskState, TaskStates
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ProtocolError
-from rrfp.memory.admission import Admission
 from rrfp.memory.held_bytes import Owner
 from rrfp.memory.measured import MeanDurations
+from rrfp.memory.rules import MemoryRule
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, B, F, Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
@@ -166,7 +166,7 @@ class Step:
         step_id: StepId,
         graph: TaskGraph,
         stage: int,
-        admission: Admission,
+        admission: MemoryRule,
         visits: Visits,
         *,
         group: GroupMembership,

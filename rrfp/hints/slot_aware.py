@@ -73,8 +73,7 @@ class SlotAware(EncoderAware):
         self._depth = distance * chunks
         self._forwards = sum(len(visits.visitors(v)) for v in here)
         self._is_counted = graph.is_chain and not visits.are_partial
-        # The staircase rule reserves the last C - 1 slots for deeper chunks.
-        self._full = None if view.slots is None or not self._is_counted else view.slots - (chunks - 1)
+        self._full = view.full_at if self._is_counted else None
         self._least_deferred = (view.placement.stages - distance) * chunks
         self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if graph.split[v])
         self._receivers = _receivers(graph, here[0]) if chunks == 1 and not visits.are_partial else 0

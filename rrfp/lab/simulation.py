@@ -17,9 +17,12 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
-from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.memory.admission import Limit
+from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.rules import RuleContext
 from rrfp.memory.size_order import followed, least
-from rrfp.model.tasks import F
+from rrfp.model.tasks import F, Mode
+from rrfp.model.visits import Visits
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
@@ -94,7 +97,7 @@ def simulate(
     hint: HintSpec | None = None,
     strict: ScheduleSpec | None = None,
     limit: Limit | int | str | None = None,
-    admission: AdmissionRule | None = None,
+    admission: str | None = None,
     sends: Sends = "eager",
     sizes: Sequence[float] | None = None,
 ) -> Simulation:
@@ -210,14 +213,22 @@ def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> Si
         in_bytes = tuple(limit.bytes or 0 for limit in limits)
         return replace(beside_bound(costs, result, None, held), limits_in_bytes=in_bytes)
     counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)
-    # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
-    extra = 1 if costs.chunks > 1 and any(limit.rule == "paper" for limit in limits) else 0
-    return beside_bound(costs, result, counts, [count + extra for count in counts])
+    return beside_bound(
+        costs,
+        result,
+        counts,
+        [_most_held(costs, stage, *each) for stage, each in enumerate(zip(limits, counts, strict=True))],
+    )
 
 
-def resolve_limits(
-    costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None = None
-) -> list[Limit]:
+def _most_held(costs: CostTable, stage: int, limit: Limit, count: int) -> int:
+    """The microbatches that a stage holds at most; by some rules D may pass K * C."""
+    graph, visits, chunks = costs.to_graph(), Visits(costs.microbatches, costs.skipped), costs.chunks_of(stage)
+    rule = rule_of(limit.rule, RuleContext(graph, stage, visits, Mode.TRAIN, is_forced=False))
+    return -(-rule.bound(count * chunks, chunks) // chunks)
+
+
+def resolve_limits(costs: CostTable, spec: Limit | int | str | None, admission: str | None = None) -> list[Limit]:
     """The limit of every stage of a simulated hint."""
     spec = DEFAULT_LIMIT if spec is None else spec
     graph, stages = graph_of(costs), costs.stages

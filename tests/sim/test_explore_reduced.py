@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from batches import long
 
-from rrfp.lab.explore.cases import RULES, Backward, Grid
+from rrfp.lab.explore.cases import RULE_NAMES, Backward, Grid
 from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
+from rrfp.memory.rules import Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode
@@ -38,7 +39,7 @@ def assert_same(grid: Grid) -> None:
         assert what_matters(reduced) == what_matters(whole), case
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULE_NAMES)
 @pytest.mark.parametrize("backward", ["whole", long("split"), long("mixed")])
 def test_every_rule_in_every_small_case(rule: str, backward: Backward) -> None:
     grid = Grid(
@@ -53,7 +54,7 @@ def test_every_rule_in_every_small_case(rule: str, backward: Backward) -> None:
     assert_same(grid)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULE_NAMES)
 def test_every_rule_with_three_microbatches(rule: str) -> None:
     train = (Mode.TRAIN,)
     assert_same(Grid((1, 2), (3,), (2,), ("v",), ("whole",), train, (1, 2, 3), (rule,), (None, Kind.B), ("all",)))
@@ -95,10 +96,10 @@ def test_backwards_that_grow(growth: int) -> None:
 def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
     """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
     graph = TaskGraph(Placement(3), edges=((0, 2), (1, 2)))
-    both = [explore(graph, 3, 1, admission=Admission, reduce=reduce) for reduce in (True, False)]
+    both = [explore(graph, 3, 1, admission=Staircase, reduce=reduce) for reduce in (True, False)]
     assert what_matters(both[0]) == what_matters(both[1])
     assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
-    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)], admission=Admission)  # brings the reserve rule
+    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)], admission=Reserve)
     assert not mended.deadlocks
 
 

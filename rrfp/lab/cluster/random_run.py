@@ -83,7 +83,9 @@ class RandomRun(Cluster[Node]):
             return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
 
         def node(rank: Rank) -> Node:
-            return Node(rank, core(rank), RankChecker(rank, graph, limits[rank.stage], visits_of=self._visits_of))
+            limit, is_forced = limits[rank.stage], bool(in_order)
+            checker = RankChecker(rank, graph, limit, visits_of=self._visits_of, is_forced=is_forced)
+            return Node(rank, core(rank), checker)
 
         nodes = [node(rank) for rank in ranks_of(len(hints), members=members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.

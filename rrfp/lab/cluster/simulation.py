@@ -220,7 +220,8 @@ class GroupRun(TimedCluster[Node]):
         def node(rank: Rank) -> Node:
             group = GroupMembership(rank.member, latencies.ranks) if is_led else None
             rank_hint = UnusedHint() if is_led and rank.member else hint()
-            return Node(rank, core(rank.stage, rank_hint, group), RankChecker(rank, graph, limits[rank.stage]))
+            checker = RankChecker(rank, graph, limits[rank.stage], is_forced=bool(in_order))
+            return Node(rank, core(rank.stage, rank_hint, group), checker)
 
         super().__init__(
             EventQueue(),

@@ -13,8 +13,9 @@ from itertools import combinations, product
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.lab.explore.cases import Bounds, graph_bounds_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
 from rrfp.memory.banker import Banker
+from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode
@@ -22,7 +23,7 @@ from rrfp.model.visits import Skipped
 
 #: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
 #: reserve rule where an order is forced: that one is wrong where branches join.
-GRAPH_RULES: dict[str, type[Admission] | None] = {"hybrid": None, "banker": Banker, "staircase": Admission}
+GRAPH_RULES = ("hybrid", "banker", "staircase")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class GraphCase:
         """What every rule promises; docs/memory-rules.md says why."""
         return graph_bounds_of(self.graph, self.slots, self.mode)
 
+    @property
+    def _admission(self) -> type[MemoryRule] | None:
+        halves = {"banker": Banker, "staircase": Reserve if self.in_order else Staircase}
+        return halves.get(self.rule)
+
     def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
         """Explore it; arguments as of `rrfp.lab.explore.search.explore`."""
         return explore(
@@ -77,7 +83,7 @@ class GraphCase:
             [SlotLimit(chunk_tasks=slots) for slots in self.slots],
             self.mode,
             in_order=self.in_order,
-            admission=GRAPH_RULES[self.rule],
+            admission=self._admission,
             skipped=self.skipped,
             reduce=reduce is not False,
             oracles=oracles,

@@ -57,8 +57,9 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import describe, wait_line
 from rrfp.lab.unused_hint import UnusedHint
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
 from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import ENDING_KINDS, KINDS, F, Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
@@ -84,7 +85,7 @@ class StageProblem:
     #: there are any: one pair stands for them.
     in_order: frozenset[ForcedOrder]
     #: The memory rule; None: the one that ships.
-    admission: type[Admission] | None
+    admission: type[MemoryRule] | None
     #: Bytes that a chunk task of each microbatch holds.
     sizes: tuple[int, ...]
     #: For each microbatch, the number that is known of its forwards beforehand.
@@ -104,8 +105,7 @@ class StageProblem:
     @property
     def serves(self) -> bool:
         """Whether a full stage serves its lowest microbatch, gating backwards too."""
-        chunks = self.graph.placement.chunks_of(self.stage)
-        return self.limit.rule == "paper" and chunks > 1 and self.step.mode is Mode.TRAIN
+        return self.rule.drains_in_order
 
     @property
     def visits(self) -> Visits:
@@ -113,11 +113,10 @@ class StageProblem:
         return Visits(self.step.microbatches, self.skipped)
 
     @property
-    def rule(self) -> type[Admission]:
+    def rule(self) -> type[MemoryRule]:
         """The memory rule of the stage."""
-        limit = replace(self.limit, rule="staircase") if self.step.mode is Mode.FORWARD else self.limit
-        chosen = rule_of(self.graph, self.stage, limit, self.visits, is_forced=bool(self.in_order))
-        return self.admission or chosen
+        context = RuleContext(self.graph, self.stage, self.visits, self.step.mode, bool(self.in_order))
+        return self.admission or rule_of(self.limit.rule, context)
 
     @property
     def are_microbatches_alike(self) -> bool:
@@ -357,7 +356,7 @@ def explore(
     mode: Mode = Mode.TRAIN,
     *,
     in_order: Collection[ForcedOrder] = (),
-    admission: type[Admission] | None = None,
+    admission: type[MemoryRule] | None = None,
     sizes: Sequence[int] | None = None,
     estimates: Sequence[int] | None = None,
     skipped: Sequence[Skipped] = (),

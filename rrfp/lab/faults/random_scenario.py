@@ -34,6 +34,7 @@ from rrfp.lab.faults.faults import (
 )
 from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario
 from rrfp.memory.admission import Limit
+from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import SENT_TO, Kind, Mode, StepId, Task
@@ -235,7 +236,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     together = random.Random(f"{seed} crew")
     alone = alone or has_branches
     parallelism = Parallelism() if alone else _parallelism(together, stages, most, may_agree=method in _AGREEABLE)
-    if any(parallelism.bytes_held) and limits[0].rule != "paper" and not make_hint(0).may_wait:
+    if any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
         is_free = together.random() < 0.5
         limits = tuple([Limit(None if is_free else limit.microbatches, room) for limit in limits])
@@ -327,7 +328,7 @@ def _gates(
     limits, in_order = _limits(rng, graph, microbatches), _in_order(rng, graph)
     if may_wait:  # a hint that waits for one task must never find it blocked
         return (Limit(),) * graph.placement.stages, frozenset()
-    return limits, frozenset() if limits[0].rule == "paper" else in_order  # the paper knows no forced order
+    return limits, in_order if RULES[limits[0].rule].fits_forced_order else frozenset()
 
 
 def _in_order(rng: random.Random, graph: TaskGraph) -> frozenset[ForcedOrder]:
@@ -342,9 +343,10 @@ def _in_order(rng: random.Random, graph: TaskGraph) -> frozenset[ForcedOrder]:
 
 def _limits(rng: random.Random, graph: TaskGraph, microbatches: int) -> tuple[Limit, ...]:
     stages = graph.placement.stages
-    spec = rng.choice(["1f1b", "1f1b", "2n", None, 1, rng.randint(1, microbatches + 1), "paper", "own"])
-    if spec == "paper":
-        return (Limit(rng.randint(1, microbatches), rule="paper"),) * stages
+    others = [name for name in OFFERED_RULES if name != DEFAULT_RULE]
+    spec = rng.choice(["1f1b", "1f1b", "2n", None, 1, rng.randint(1, microbatches + 1), *others, "own"])
+    if spec in others:
+        return (Limit(rng.randint(1, microbatches), rule=str(spec)),) * stages
     if spec == "own":
         return tuple([Limit(rng.randint(1, microbatches + 1)) for _ in range(stages)])
     return tuple([Limit.resolve(spec, stage, stages) for stage in range(stages)])

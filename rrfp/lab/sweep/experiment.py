@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES, counts_bytes
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload, as_option
+from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
 
 # What computes is imported where it is used: `rrfp --help` looks at the fields, and must not wait for numpy.
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from rrfp.lab.cluster.coordination import CoordinationName
     from rrfp.lab.cluster.simulation import TensorParallelSimulation
     from rrfp.lab.simulation import Sends, Simulation
-    from rrfp.memory.admission import AdmissionRule
     from rrfp.schedules.registry import ScheduleSpec
 
 #: How one gets a cost file whose backward is split.
@@ -92,9 +92,7 @@ class SimulatedMethod:
         metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|SIZE", known=_LIMITS, beside=_BF),
     )
     #: With a hint, how chunks share the limit's slots.
-    admission: AdmissionRule = field(
-        default="staircase", metadata=as_option(_ADMISSION, known=("staircase", "paper"), beside=_BF)
-    )
+    admission: str = field(default=DEFAULT_RULE, metadata=as_option(_ADMISSION, known=OFFERED_RULES, beside=_BF))
     #: Of a strict schedule, see `rrfp.lab.simulation.simulate`.
     sends: Sends = field(default="eager", metadata=as_option(_SENDS, known=("eager", "blocking"), beside=_1F1B))
     #: With a hint, how the ranks of a group agree on the same order; None: the default.
@@ -108,12 +106,12 @@ class SimulatedMethod:
         from rrfp.hints.registry import create_hint, create_strict
         from rrfp.lab.cluster.coordination import COORDINATIONS
         from rrfp.lab.simulation import SENDS
-        from rrfp.memory.admission import AdmissionRule, Limit
+        from rrfp.memory.admission import Limit
         from rrfp.schedules.csv import CsvSchedule
 
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
-        allowed = {"admission": get_args(AdmissionRule), "sends": SENDS, "coordination": (None, *COORDINATIONS)}
+        allowed = {"admission": OFFERED_RULES, "sends": SENDS, "coordination": (None, *COORDINATIONS)}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name} is {value!r}, must be one of: {', '.join(filter(None, values))}")
@@ -157,8 +155,10 @@ class SimulatedMethod:
             raise ConfigError(f"coordination is {self.coordination!r}, must be None without tp")
         if self.hint is None:
             return simulate(costs, strict=self.strict, sends=self.sends)
-        if self.admission == "paper" and self.counts_bytes and not str(self.limit).startswith(SAME_BYTES):
-            raise ConfigError(f"admission is 'paper', which counts microbatches, and limit is {self.limit!r}: bytes")
+        is_in_bytes = self.counts_bytes and not str(self.limit).startswith(SAME_BYTES)
+        if is_in_bytes and not RULES[self.admission].counts_bytes:
+            rule = repr(self.admission)
+            raise ConfigError(f"admission is {rule}, which counts microbatches, and limit is {self.limit!r}: bytes")
         return simulate(
             costs, hint=self.hint, limit=self.limit, admission=self.admission, sends=self.sends, sizes=sizes
         )
@@ -168,7 +168,7 @@ class SimulatedMethod:
 
         if self.counts_bytes:
             raise ConfigError(f"limit is {self.limit!r}, must count microbatches with tp")
-        for name, only in (("admission", "staircase"), ("sends", "eager")):
+        for name, only in (("admission", DEFAULT_RULE), ("sends", "eager")):
             if getattr(self, name) != only:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {only} with tp")
         if self.hint is None:

@@ -14,6 +14,7 @@ from typing import Any
 from rrfp.lab.limit_texts import SAME_BYTES
 from rrfp.lab.sweep.runs import SweepRow
 from rrfp.memory.admission import Limit
+from rrfp.memory.memory_rule import DEFAULT_RULE
 
 #: The columns that a workload has beside its seed, and those of a method.
 WORKLOAD_COLUMNS = (
@@ -174,7 +175,7 @@ def label(row: SweepRow) -> str:
     """A method in a few words, with the memory that it may hold."""
     if row.kind == "strict":
         return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
-    rule = ", paper's rule" if row.admission == "paper" else ""
+    rule = "" if row.admission in (None, DEFAULT_RULE) else f", {row.admission} rule"
     sizes = f", {'no' if row.sizes == 'none' else row.sizes} sizes" if row.sizes in ("none", "planned") else ""
     return f"{row.method}, limit {row.limit}" + rule + (f", {row.coordination}" if row.coordination else "") + sizes
 
