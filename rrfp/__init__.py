@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from rrfp.model.topology import Topology as Topology
     from rrfp.pipeline.api import Pipeline as Pipeline
     from rrfp.pipeline.api import local as local
-    from rrfp.runtime.result import StepResult as StepResult
     from rrfp.runtime.statistics import RankStatistics as RankStatistics
+    from rrfp.runtime.steps.result import StepResult as StepResult
     from rrfp.transports.base import Message as Message
     from rrfp.transports.base import Transport as Transport
     from rrfp.version import __version__ as __version__
@@ -64,7 +64,7 @@ _PUBLIC = {
     "rrfp.integrations.splitting.stages": ("merge_state_dict",),
     "rrfp.integrations.splitting.split": ("split",),
     "rrfp.pipeline.api": ("local", "Pipeline"),
-    "rrfp.runtime.result": ("StepResult",),
+    "rrfp.runtime.steps.result": ("StepResult",),
     "rrfp.runtime.statistics": ("RankStatistics",),
     "rrfp.transports.base": ("Message", "Transport"),
     "rrfp.version": ("__version__",),

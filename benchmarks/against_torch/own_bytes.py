@@ -26,7 +26,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.options import OptionArguments
 
 #: Bytes are whole numbers, so that proportions are a byte off; a limit would be missed by that byte.

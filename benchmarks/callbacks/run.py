@@ -52,10 +52,10 @@ from benchmarks.shared.options import parsed, parser_of
 from rrfp.callbacks import Callback, Csv, JsonLines, Progress, TensorBoard
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
-from rrfp.pipeline.blocking import BlockingPipeline
 from rrfp.pipeline.delivery import Delivery
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime import records
-from rrfp.runtime.reports import ResourceMeter, StageReport
+from rrfp.runtime.steps.reports import ResourceMeter, StageReport
 from rrfp.trace.breakdown import Breakdown
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 16

@@ -27,8 +27,8 @@ from rrfp.model.topology import Topology
 from rrfp.pipeline.build import Job, RankBuilder
 from rrfp.pipeline.loop_thread import LoopThread
 from rrfp.pipeline.options import OptionArguments, complete
-from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.registry import TransportSpec

@@ -21,7 +21,7 @@ from rrfp.lab.emulated import Durations, PacedStage, table_durations
 from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
-from rrfp.runtime.result import StepResult
+from rrfp.runtime.steps.result import StepResult
 
 _STATUS, _SET_BACK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -19,11 +19,8 @@ from rrfp.model.tasks import Task
 class Arbiter:
     """Dispatches the tasks of one rank, ``depth`` of them enqueued and not complete at most.
 
-    Args:
-        dispatch: hands a task to the lane and reports `Enqueued` to the core.
-        waiting: called with the cause each time the lane is left with nothing to do.
-        offers: to a lane that begins its next task by itself.
-        pauses: times the waits that the core may prefer to a backward; None: there are none.
+    ``dispatch`` hands a task to the lane and reports `Enqueued` to the core; ``waiting`` is called with the cause each
+    time the lane is left with nothing to do.
     """
 
     def __init__(

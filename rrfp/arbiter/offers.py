@@ -49,12 +49,7 @@ def may_offer(core: StageCore, depth: int) -> bool:
 
 
 class Offers:
-    """The offers to one lane, one at a time.
-
-    Args:
-        lane: gets them.
-        begun: reports `Enqueued` of an offered task, which the lane has begun, to the core.
-    """
+    """The offers to one lane, one at a time; ``begun`` reports `Enqueued` of one that the lane has begun."""
 
     def __init__(self, core: StageCore, lane: OfferedLane, begun: Callable[[Task], None]) -> None:
         self._core = core

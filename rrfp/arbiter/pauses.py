@@ -13,12 +13,7 @@ from rrfp.model.tasks import Task
 
 
 class PauseTimer:
-    """The pauses of ``core``.
-
-    Args:
-        now: the time, in seconds.
-        wake: called with seconds and a number: after these seconds the pause of that number must end, if it `is_on`.
-    """
+    """The pauses of ``core``; ``wake`` must end the pause of a number after so many seconds, if it `is_on` then."""
 
     def __init__(self, core: StageCore, now: Callable[[], float], wake: Callable[[float, int], None]) -> None:
         self._core = core

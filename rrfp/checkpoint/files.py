@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import pickle
+import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -154,7 +155,7 @@ class Contents(NamedTuple):
         if sums is not None:
             _compare(METADATA, hashlib.sha256(raw).hexdigest(), sums)
         try:
-            metadata = pickle.loads(raw) if trust_pickles else _metadata(_MetadataUnpickler(io.BytesIO(raw)).load())
+            metadata = pickle.loads(raw) if trust_pickles else _metadata(_unpickled(raw))
             has_sums = SUMS_ENTRY in metadata.state_dict_metadata
         except Exception as error:  # of bytes that are no pickle, or one of something else
             raise DamagedFileError(
@@ -262,6 +263,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         known = {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
         # A class of its own, since a pickle may set the attributes of what it finds.
         return known.get(f"{module}.{name}") or type(name, (_Standin,), {})
+
+
+def _unpickled(raw: bytes) -> Any:
+    """What the pickle describes, of stand-ins."""
+    # Python's reader makes room for the highest number of a part before it reads that part: terabytes, of damage.
+    if any("PUT" in opcode.name and int(argument or 0) > len(raw) for opcode, argument, _ in pickletools.genops(raw)):
+        raise ValueError("it numbers more parts than it can have")
+    return _MetadataUnpickler(io.BytesIO(raw)).load()
 
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -47,13 +47,27 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         The checkpoint's own folder; None if there is none.
 
     Raises:
-        ConfigError: if there are several ranks and ``torch.distributed`` is not initialised.
-        RrfpError: if the save that was under way failed.
+        ConfigError: if there are several ranks and ``torch.distributed`` is not initialised, or ``folder`` is no path.
+        RrfpError: if the save that was under way failed, or the folder cannot be read.
     """
-    complete = [each.path for each in _checkpoints(Path(folder)) if each.is_complete]
+    ranks = Ranks.of_process()
+    with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
+        path = checked_path(folder, "folder")
+        complete = [each.path for each in _checkpoints(path) if each.is_complete]
     # Rank 0's view: another rank may see the folder of a shared file system later.
-    name: str | None = Ranks.of_process().from_first(complete[-1].name if complete else None)
-    return None if name is None else Path(folder) / name
+    name: str | None = ranks.from_first(complete[-1].name if complete else None)
+    return None if name is None else path / name
+
+
+def checked_path(value: Any, name: str) -> Path:
+    """The argument ``name`` as a path; a ConfigError if it is none."""
+    try:
+        text = os.fsdecode(value)
+    except TypeError:
+        text = "\0"
+    if "\0" in text:
+        raise ConfigError(f"{name} is {value!r:.80}, must be a path")
+    return Path(text)
 
 
 def new_path(folder: Path, step: int) -> Path:
@@ -112,12 +126,6 @@ def prune(folder: Path, keep: int | None) -> None:
     for path in sorted(folder.iterdir()):
         if path.name.endswith(_GONE) and _NAME.fullmatch(path.name.removesuffix(_GONE)):
             discard(path)
-
-
-def check_keep(keep: Any) -> None:
-    """Refuse a ``keep`` that is neither None nor a whole number from 1 on."""
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep is {keep!r}, must be an integer >= 1, or None for all")
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rrfp.checkpoint.files import METADATA, Contents
-from rrfp.checkpoint.folder import latest, note_newest, older
+from rrfp.checkpoint.folder import checked_path, latest, note_newest, older
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -49,7 +49,7 @@ class Loaded:
 
     Attributes:
         step: training steps completed.
-        extra: this rank's ``extra`` of the save; on another layout that of its replica's first rank.
+        extra: this rank's ``extra`` of the save; on another layout that of the first with its data.
         path: the checkpoint's own folder.
     """
 
@@ -70,9 +70,9 @@ def load(
     """Load the newest complete checkpoint on every rank, on any layout of stages, chunks and replicas.
 
     Parameters, buffers and optimizer state are found by their names in the whole model. Torch's generators of a rank go
-    on where they were, if the layout is the same; buffers that differ between replicas, such as running statistics, if
-    the number of replicas is the same, and otherwise from those of replica 0. Without ``trust_pickles`` nothing in the
-    files is executed.
+    on where they were, if the layout is the same; buffers that differ between data-parallel ranks, such as running
+    statistics, if their number is the same, and otherwise from those of the first. Without ``trust_pickles`` nothing in
+    the files is executed.
 
     Args:
         folder: of the checkpoints of the run.
@@ -89,13 +89,15 @@ def load(
 
     Raises:
         ConfigError: on all ranks, if the checkpoint lacks a name or has another shape for it, the optimizer is of
-            another class, or the pipeline refuses its state.
+            another class, the pipeline refuses its state, or ``folder`` or ``path`` is no path.
         RrfpError: if a file is damaged, holds what is no plain data, or cannot be read; names the file, the rank, the
             reason and the checkpoint before.
     """
     ranks = Ranks.of_process()
-    note_newest(Path(folder))
-    chosen = latest(folder) if path is None else Path(path)
+    with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
+        note_newest(checked_path(folder, "folder"))
+        given = None if path is None else checked_path(path, "path")
+    chosen = latest(folder) if given is None else given
     if chosen is None:
         return None
     text = f"checkpoint {chosen} cannot be read"
@@ -103,7 +105,7 @@ def load(
         contents = _open(chosen, trust_pickles, ranks.rank)
         saved: Saved = contents.metadata.state_dict_metadata
         position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
-    places, saved_by = ranks.gather(position), saved_places(saved)
+    places, saved_by = [Place(*each) for each in ranks.gather(position)], saved_places(saved)
     replica = position.replica if replicas_of(places) == replicas_of(saved_by) else None
     with ranks.together(text):
         entries = _wanted(saved, modules, optimizer, replica)
@@ -113,7 +115,7 @@ def load(
     if replica is None and ranks.rank == 0:
         _tell_of_replicas(saved, replicas_of(saved_by), replicas_of(places))
     # Each file once, by one of the ranks.
-    files = sorted(set[str]().union(*ranks.gather(contents.files(entries))))
+    files = sorted(set[str]().union(*ranks.gather(sorted(contents.files(entries)))))
     with _unreadable(chosen), ranks.together(text):
         contents.check(files[ranks.rank :: len(places)])
     with _unreadable(chosen), failures(text, ranks):
@@ -189,7 +191,10 @@ def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers, replica: int 
 def _tell_of_replicas(saved: Saved, theirs: int, ours: int) -> None:
     names = sorted({key.split(".", 2)[2].removeprefix(_MODEL) for key in saved if key.startswith(_REPLICAS)})
     if names:
-        text = "%d buffer(s) differ between the %d replicas of the checkpoint; the %d of this run take replica 0's: %s"
+        text = (
+            "%d buffer(s) differ between the %d data-parallel ranks of the checkpoint; the %d of this run take those "
+            "of rank 0: %s"
+        )
         logger.warning(text, len(names), theirs, ours, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 

@@ -31,6 +31,7 @@ class Pipe(Protocol):
 class Place(NamedTuple):
     """Where a rank is."""
 
+    #: Its index among those with data of their own: replicas, and ranks that shard parameters over a ``dp`` dim.
     replica: int
     stage: int
     rank: int
@@ -68,7 +69,7 @@ def entry_for(position: Place, saved: list[Place], world: int) -> tuple[str | No
         return replicas[0].entry, False
     if saved:
         count = 1 + saved[-1].replica
-        text = "the checkpoint has %d replica(s), and none for replica %d: extra is None on rank %d"
+        text = "the checkpoint has %d data-parallel rank(s), and none with index %d: extra is None on rank %d"
         logger.warning(text, count, position.replica, position.rank)
     return None, False
 

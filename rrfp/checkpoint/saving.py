@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rrfp.checkpoint import plain
 from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
-from rrfp.checkpoint.folder import check_keep, discard, new_path, prune
+from rrfp.checkpoint.folder import checked_path, discard, new_path, prune
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -31,6 +31,7 @@ from rrfp.checkpoint.names import (
 from rrfp.checkpoint.rank_state import Pipe, Place, pack, replicas_of
 from rrfp.checkpoint.ranks import Ranks, failures, under_way
 from rrfp.errors import ConfigError, misspelt
+from rrfp.plain import or_none, whole
 
 
 class SaveArguments(TypedDict, total=False):
@@ -44,7 +45,7 @@ class SaveArguments(TypedDict, total=False):
 
     extra: Any
     """What this rank needs besides: the state of its sampler, data loader, scheduler, in tensors and plain data. Ranks
-    of a replica that read the same data pass the same; on another layout a rank gets that of its replica's first."""
+    that read the same data pass the same; on another layout a rank gets that of the first with its data."""
 
     keep: int | None
     """How many complete checkpoints stay in the folder; None for all. Older ones are deleted when this is complete."""
@@ -104,8 +105,8 @@ def save(
 
     Raises:
         ConfigError: on all ranks, if an argument does not fit, ``extra`` or the optimizer's state has something that
-            only running code could load, two stages have one name for different values, or another job saves into the
-            folder.
+            only running code could load, two stages, or two ranks of a group, have one name for different values, or
+            another job saves into the folder.
         RrfpError: if a rank cannot write its part, also in an asynchronous save before; names the rank and the reason.
     """
     # Written here, and not in a thread, so that Ctrl-C ends it.
@@ -177,19 +178,22 @@ def _prepare(
     """What this rank writes, where, with whom, and how many checkpoints stay."""
     ranks, keep = Ranks.of_process(), arguments.get("keep")
     with ranks.together(f"checkpoint in {folder} cannot be written"):
-        check_keep(keep)
+        where = checked_path(folder, "folder")
+        keep = or_none(whole, "keep", keep, 1)
         _check_known(arguments)
         entries, position = _entries(modules, optimizer, arguments, ranks)
-    names = {name for name in entries if name.startswith("model.")}
-    gathered = ranks.gather((position, entries["step"], names))
+    names = sorted(name for name in entries if name.startswith("model."))
+    gathered = ranks.gather((position, str(entries["step"]), names))
+    places = [Place(*place) for place, _, _ in gathered]
     _check_steps([step for _, step, _ in gathered])
-    _check_names(entries, position.stage, gathered, ranks)
-    if replicas_of(each for each, _, _ in gathered) > 1:
-        _tell_replicas_apart(entries, {f"model.{name}" for name in state_names(modules)}, position.replica, ranks)
+    _check_names(entries, places, [names for _, _, names in gathered], ranks)
+    _check_group(entries, places, ranks)
+    if replicas_of(places) > 1:
+        _tell_replicas_apart(entries, {f"model.{name}" for name in state_names(modules)}, places, ranks)
     path = None
     with ranks.together(f"checkpoint in {folder} cannot be written"):
         if ranks.rank == 0:
-            path = str(new_path(Path(folder), entries["step"]))
+            path = str(new_path(where, entries["step"]))
     return entries, Path(ranks.from_first(path)), ranks, keep
 
 
@@ -220,8 +224,7 @@ def _entries(
     state = None if pipe is None else pipe.state_dict()
     if (state is None) == (step is None):
         raise ConfigError("step goes without pipe, whose state has it: must be exactly one of them")
-    if state is None and (type(step) is not int or step < 0):
-        raise ConfigError(f"step is {step!r}, must be an integer >= 0")
+    step = whole("step", step) if state is None else state["step"]
     position = Place.of(state, ranks.rank)
     entries = {f"model.{name}": value for name, value in model_entries(modules).items()}
     entries |= {f"optimizer.{name}": value for name, value in optimizer_entries(modules, optimizer).items()}
@@ -229,7 +232,7 @@ def _entries(
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             plain.check(value, name)
-    entries["step"] = step if state is None else state["step"]
+    entries["step"] = step
     entries[SUMS_ENTRY] = "sha256"
     if state is not None:
         for each in state.pop("measured"):
@@ -239,46 +242,74 @@ def _entries(
     return entries, position
 
 
-def _check_steps(steps: list[int]) -> None:
+def _check_steps(steps: list[str]) -> None:
     if len(set(steps)) > 1:
         other = next(rank for rank, step in enumerate(steps) if step != steps[0])
         raise ConfigError(f"step is {steps[0]} on rank 0 and {steps[other]} on rank {other}: must be the same on all")
 
 
 def _check_names(
-    entries: Mapping[str, Any], stage: int, gathered: list[tuple[Place, int, set[str]]], ranks: Ranks
+    entries: Mapping[str, Any], places: Sequence[Place], names: Sequence[Sequence[str]], ranks: Ranks
 ) -> None:
     """Refuse a name that several stages have for different values; copies of a tied parameter are equal."""
     stages: dict[str, set[int]] = {}
-    for other, _, names in gathered:
-        for name in names:
-            stages.setdefault(name, set()).add(other.stage)
+    for place, own in zip(places, names, strict=True):
+        for name in own:
+            stages.setdefault(name, set()).add(place.stage)
     shared = sorted(name for name, on in stages.items() if len(on) > 1)
     if not shared:
         return
-    digests = ranks.gather({name: (stage, _digest(entries[name])) for name in shared if name in entries})
+    digests = ranks.gather({name: _digest(entries[name]) for name in shared if name in entries})
     for name in shared:
         by_stage: dict[int, set[str]] = {}
-        for each in digests:
+        for place, each in zip(places, digests, strict=True):
             if name in each:
-                by_stage.setdefault(each[name][0], set()).add(each[name][1])
+                by_stage.setdefault(place.stage, set()).add(each[name])
         if len({frozenset(own) for own in by_stage.values()}) > 1:
             first, second = sorted(by_stage)[:2]
             raise collision(name.removeprefix("model."), f"stages {first} and {second}")
 
 
-def _tell_replicas_apart(entries: dict[str, Any], names: set[str], replica: int, ranks: Ranks) -> None:
-    """Give buffers that differ between replicas, such as running statistics, an entry for each replica.
+def _check_group(entries: Mapping[str, Any], places: Sequence[Place], ranks: Ranks) -> None:
+    """Refuse a name for which ranks of a group, which compute on the same data, have different plain tensors."""
+    if len({(place.replica, place.stage) for place in places}) == len(places):
+        return
+    model = {name: value for name, value in entries.items() if name.startswith("model.")}
+    digests = ranks.gather({name: _digest(value) for name, value in model.items() if not isinstance(value, DTensor)})
+    first: dict[tuple[int, int, str], tuple[int, str]] = {}
+    for place, own in zip(places, digests, strict=True):
+        for name, digest in sorted(own.items()):
+            other, known = first.setdefault((place.replica, place.stage, name), (place.rank, digest))
+            if digest != known:
+                raise ConfigError(
+                    f"modules: {name.removeprefix('model.')!r} is another value on rank {place.rank} than on rank "
+                    f"{other}, of the same stage and group: must be a DTensor where it is a shard, have a name of its "
+                    "own on each rank, or be no part of the state (persistent=False); if these ranks have data of "
+                    "their own, their mesh dim must be one of the pipeline's, with a name that begins with dp"
+                )
 
-    Those of the first replica keep the model's names, for other layouts and for other programs.
+
+def _tell_replicas_apart(entries: dict[str, Any], names: set[str], places: Sequence[Place], ranks: Ranks) -> None:
+    """Give buffers that differ between data-parallel ranks, such as running statistics, an entry for each of them.
+
+    Those of the first keep the model's names, for other layouts and for other programs.
     """
+    replica = places[ranks.rank].replica
+    own = {name: _digest(entries[name]) for name in names if not _spans_replicas(entries[name], places)}
     digests: dict[str, dict[int, set[str]]] = {}
-    for other, own in ranks.gather((replica, {name: _digest(entries[name]) for name in names})):
-        for name, digest in own.items():
-            digests.setdefault(name, {}).setdefault(other, set()).add(digest)
-    for name in names:
+    for place, theirs in zip(places, ranks.gather(own), strict=True):
+        for name, digest in theirs.items():
+            digests.setdefault(name, {}).setdefault(place.replica, set()).add(digest)
+    for name in own:
         if len(set(map(frozenset, digests[name].values()))) > 1 and replica != min(digests[name]):
             entries[f"replicas.{replica}.{name}"] = entries.pop(name)
+
+
+def _spans_replicas(value: Any, places: Sequence[Place]) -> bool:
+    """Whether data-parallel ranks hold parts of one tensor."""
+    if not isinstance(value, DTensor):
+        return False
+    return replicas_of(places[rank] for rank in value.device_mesh.mesh.flatten().tolist()) > 1
 
 
 def _digest(value: Any) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rrfp.errors import ConfigError
+from rrfp.plain import whole
 
 #: The pipeline's dimension.
 PIPELINE = "pp"
@@ -40,7 +41,7 @@ class MeshPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """See the module's docstring."""
+    """The ranks of a job along named dimensions."""
 
     #: Name and size of each dimension, the slowest first: a rank is the row-major index of its coordinates.
     dims: tuple[tuple[str, int], ...]
@@ -137,6 +138,10 @@ class Mesh:
         """The index of ``rank`` among its `counterparts`."""
         return self._index(self.coordinates(rank), self._summed)
 
+    def data_rank_of(self, rank: int) -> int:
+        """The index of ``rank`` among those of its stage that have data of their own: over all ``dp`` dims."""
+        return self._index(self.coordinates(rank), [name for name, _ in self.dims if name.startswith(REPLICATED)])
+
     def counterparts(self, rank: int) -> list[int]:
         """The ranks over which the gradients of ``rank`` are summed once a step, itself included."""
         at, summed = self.coordinates(rank), self._summed
@@ -186,5 +191,4 @@ class Mesh:
 def check_sizes(dims: Iterable[tuple[str, Any]]) -> None:
     """Raise a ConfigError that names a dimension whose size is not a positive integer."""
     for name, size in dims:
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number >= 1")
+        whole(f"mesh dim {name!r}", size, 1)

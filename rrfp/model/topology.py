@@ -74,6 +74,11 @@ class Topology:
         return self.mesh.summand_of(self.rank)
 
     @property
+    def data_rank(self) -> int:
+        """This rank's index among those of its stage that have data of their own, over replicas and ``dp`` dims."""
+        return self.mesh.data_rank_of(self.rank)
+
+    @property
     def world(self) -> int:
         """All ranks of the job."""
         return self.mesh.size

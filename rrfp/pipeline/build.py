@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
@@ -25,14 +23,16 @@ from rrfp.compute.gradients.process_groups import (
 )
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
-from rrfp.compute.gradients.tie_copies import Ties
-from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
+from rrfp.compute.gradients.ties import ProcessTies, TiedGradients, Ties
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
-from rrfp.compute.rng import replica_seed
+from rrfp.compute.rng import SeedNotice, replica_seed
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.model.declared import Graph
@@ -47,15 +47,15 @@ from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.plugins import name_of
 from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import data_peers, peers
-from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
-from rrfp.runtime.handshake import Handshake, JobSettings, check_agreed
-from rrfp.runtime.plan import StepPlanner
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.start.failed_start import FailedStarts
+from rrfp.runtime.start.handshake import Handshake, JobSettings, check_agreed
+from rrfp.runtime.steps.plan import StepPlanner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.version import __version__
 
 logger = get_logger(__name__)
@@ -107,16 +107,6 @@ def announce(
         platform.python_version(),
     )
     method.warn_unless_split()
-
-
-def announce_seed(passed: OptionArguments) -> None:
-    """Log one line where the caller has seeded torch and not the pipeline, whose random numbers do not follow."""
-    if "seed" not in passed and torch.initial_seed() != torch.Generator().initial_seed():
-        logger.info(
-            "dropout and other random numbers of tasks follow seed=, which is 0 by default, and not torch's generator, "
-            "which was seeded with %d: seed=None follows it",
-            torch.initial_seed(),
-        )
 
 
 def _transport_name(options: Options) -> str:
@@ -184,6 +174,8 @@ class RankBuilder:
         self._passed = passed
         torch_ranks = job.torch_ranks
         self._method = DispatchMethod(options)
+        #: Whether all stages are in this process.
+        self._is_alone = torch_ranks is None
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
@@ -195,7 +187,7 @@ class RankBuilder:
         if torch_ranks is not None:
             check_sharded(modules, topologies[0], torch_ranks, partition.text_of)
             warn_of_unreduced(modules, topologies[0], torch_ranks)
-        self._ties = ProcessTies(ties, by_rank, partition.text_of)
+        self._ties = ProcessTies(ties, by_rank, partition.text_of, options.check_replicas or 0)
         self._holder = GradientHolder(
             modules,
             None if torch_ranks is None else topologies[0],
@@ -228,6 +220,7 @@ class RankBuilder:
         if isinstance(part, StageProgram):
             partition.check_program(part)
             return part
+        has_notice = "seed" not in self._passed and (topology.rank == 0 or self._is_alone)
         return TorchStage(
             partition.chunks(part, topology.stage),
             partition.graph,
@@ -241,6 +234,7 @@ class RankBuilder:
             joined_losses=topology.summands > topology.replicas,
             feeds=partition.feeds,
             carried=self._carried,
+            seed_notice=SeedNotice() if has_notice else None,
         )
 
     def _reducer(
@@ -254,7 +248,7 @@ class RankBuilder:
         return GradientReducer(
             modules,
             make_group,
-            new_lane(device, "rrfp-gradients"),
+            new_lane(device, "rrfp-gradients", is_timed=False),
             replica=topology.summand,
             deterministic=self._options.deterministic,
             check_every=self._options.check_replicas or 0,
@@ -312,8 +306,6 @@ class RankBuilder:
         rank.ties.agree(handshake.ties, options.max_message_bytes)
         if topology.rank == 0:
             announce(options, self._method, graph, topology, rank.device)
-            if isinstance(rank.program, TorchStage):
-                announce_seed(self._passed)
         ties = handshake.ties
         context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
         is_led = options.coordination == "leader"
@@ -356,7 +348,7 @@ class RankBuilder:
             connect_timeout_s=options.connect_timeout,
             heartbeat_s=options.heartbeat,
             patience_s=options.patience,
-            copies=None if device is None else copies_of(device, f"rrfp-copies-{topology.rank}"),
+            copies=None if device is None else copies_of(device, StreamLane, f"rrfp-copies-{topology.rank}"),
         )
 
 

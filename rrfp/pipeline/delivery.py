@@ -24,9 +24,9 @@ from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.plugins import name_of
 from rrfp.runtime.abort import Failure
-from rrfp.runtime.plan import Plan
-from rrfp.runtime.reports import StepFigures
-from rrfp.runtime.result import StepResult
+from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.reports import StepFigures
+from rrfp.runtime.steps.result import StepResult
 
 logger = get_logger(__name__)
 

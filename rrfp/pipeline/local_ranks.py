@@ -7,21 +7,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.program import StageProgram
-from rrfp.memory.measured import Measured
+from rrfp.devices.base import Device
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.method import summary
 from rrfp.pipeline.options import Options
-from rrfp.pipeline.state import PipelineState
-from rrfp.runtime.failed_start import FailedStarts
 from rrfp.runtime.grad_clipping import GradientHolder
-from rrfp.runtime.plan import StepPlanner
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.start.failed_start import FailedStarts
+from rrfp.runtime.steps.plan import StepPlanner
 
 T = TypeVar("T")
 
@@ -78,11 +76,6 @@ class LocalRanks:
             part = f"rank {here.rank} of {here.world} ({part})"
         named = "" if self.name is None else f"{self.name!r}, "
         return f"{named}{part}, {summary(self.options)}"
-
-    def state(self, step: int, measured: Sequence[Measured]) -> PipelineState:
-        """The state after ``step`` training steps."""
-        names = () if self.model is None else self.model.tasks.names
-        return PipelineState.of(self.options, self.topologies[0], self.virtual_stages, step, measured, names)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -22,7 +22,7 @@ DEFAULT_LIMIT = "2n"
 
 
 class DispatchMethod:
-    """See the module's docstring; reads ``strict``, ``hint``, ``limit``, ``split`` and ``coordination``."""
+    """How the options order tasks: by a hint under a limit, or by a strict schedule."""
 
     def __init__(self, options: Options) -> None:
         self.strict = options.strict

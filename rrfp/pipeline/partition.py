@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rrfp.compute.buffers import writes_buffers_in_forward
-from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
+from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import ConfigError
@@ -30,7 +30,7 @@ StagePart = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module | Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """See the module's docstring."""
+    """How one model is cut, and what orders that forces."""
 
     #: Virtual stages, their placement, and which of them are split.
     graph: TaskGraph

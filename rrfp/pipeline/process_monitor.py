@@ -18,11 +18,7 @@ logger = get_logger(__name__)
 
 
 class ProcessMonitor:
-    """See the module's docstring.
-
-    ``title`` has stages and method, for people; ``give_up`` is as for `LocalRanks.start`, ``stalled`` as for
-    `LoopWatchdog`.
-    """
+    """Watches the event loop of a process, and answers `rrfp top`."""
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from weakref import WeakSet
 from torch.amp import GradScaler
 
 from rrfp.arbiter.loop import LoopTime
-from rrfp.compute.nondeterminism import check_torch, device_types
-from rrfp.compute.thread_modes import out_of_reach
+from rrfp.compute.caller_context import out_of_reach
+from rrfp.compute.determinism import check_torch, device_types
 from rrfp.compute.tracebacks import print_no_traceback
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
@@ -32,10 +32,10 @@ from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
 from rrfp.runtime.grad_clipping import Clipping, OverflowShare
 from rrfp.runtime.lane_executor import running_here
-from rrfp.runtime.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
+from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
+from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.trace_saver import TraceRequest
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Call(Generic[T]):
 
 
 class Session:
-    """See the module. Methods are called on the caller's thread, but those behind "On the loop"."""
+    """One use of a pipeline. Its methods are called on the caller's thread, but those behind "On the loop"."""
 
     def __init__(self, ranks: LocalRanks, thread_name: str | None) -> None:
         self.ranks = ranks
@@ -301,7 +301,7 @@ class Session:
         for program, topology in zip(ranks.programs, ranks.topologies, strict=True):
             program.open(plan.step, plan.batch_of(topology.stage))
         for tied in ranks.ties if is_training else ():
-            tied.open()
+            tied.open(plan.reduce_gradients)
         for reducer in ranks.reducers if is_training else ():
             reducer.open(plan.reduce_gradients)
         for runner in self._runners:  # last, because all of the above may have issued work
@@ -380,7 +380,9 @@ class Session:
         measured = [each for runner in self._runners for each in runner.core.measured()]
         if not self._runners and self._loaded is not None:
             measured = list(self._loaded.measured)
-        return self.ranks.state(step, measured)
+        ranks = self.ranks
+        names = () if ranks.model is None else ranks.model.tasks.names
+        return PipelineState.of(ranks.options, ranks.topologies[0], ranks.virtual_stages, step, measured, names)
 
     def _restore(self) -> None:
         if self._loaded is not None:
@@ -452,6 +454,8 @@ class Session:
             self._fail(error)
             with suppress(PipelineAborted):
                 await self._close_ranks()
+            if isinstance(error, PipelineAborted):
+                await self._wait_for_failed_process(error)
             raise
         ranks.delivery.begin(self._training_step)
 

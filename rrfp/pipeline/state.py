@@ -37,7 +37,7 @@ _CONSEQUENCES = {
 
 @dataclass(frozen=True, slots=True)
 class PipelineState:
-    """See the module's docstring."""
+    """The fields of a state, as `rrfp.Pipeline.state_dict` returns them."""
 
     version: int
     #: The number of the next training step: how many were completed since the start of the run.
@@ -56,7 +56,7 @@ class PipelineState:
     virtual_stages: int
     #: Of the rank; with all stages in one process, 0.
     stage: int
-    #: Of the rank; those of a dim in ``reduce`` count too, since they have data of their own.
+    #: Of the rank; those of a coordinated ``dp`` dim count too, since they have data of their own.
     replica: int
     #: On the virtual stages of this process.
     measured: tuple[Measured, ...]
@@ -85,7 +85,7 @@ class PipelineState:
             options.deterministic,
             virtual_stages,
             topology.stage,
-            topology.summand,
+            topology.data_rank,
             tuple(measured),
             tuple(names),
         )

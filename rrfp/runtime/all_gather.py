@@ -53,14 +53,7 @@ class TreeAllGather:
         return [result[rank] for rank in range(self._world)]
 
     async def reduce(self, topic: str, number: int, own: bytes, answer: Answer) -> bytes:
-        """Contribute ``own``, and wait for the answer to the bytes of all ranks, which only rank 0 gets.
-
-        Args:
-            topic: as in `all_gather`; a number of it is either a reduction or an all-gather on all ranks.
-            number: as in `all_gather`.
-            own: this rank's bytes.
-            answer: called on rank 0, before any rank gets its result.
-        """
+        """Contribute ``own``, and wait for the ``answer`` that rank 0 makes of the bytes of all ranks."""
         key = (topic, number)
         self._answers[key] = answer
         try:

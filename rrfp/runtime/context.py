@@ -9,45 +9,39 @@ from typing import Literal, Protocol
 
 from rrfp import timeouts
 from rrfp.arbiter.loop import LoopTime
-from rrfp.compute.devices.base import Device
-from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.stage_core import StageCore
+from rrfp.devices.base import Device
 from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.runtime.handshake import StartDigests
+from rrfp.runtime.start.handshake import StartDigests
 from rrfp.runtime.supervisor import TaskSupervisor
 from rrfp.trace.spans import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
 
 
 class RankActivity:
-    """Follows the calls of a rank's caller: steps, and collective calls between two steps.
-
-    Every rank makes the same calls in the same order. Other parts of a rank read the attributes; only the methods
-    change them.
-
-    Attributes:
-        step: the step that the rank is in, until it has the reports of all ranks; None between steps.
-        training_step: the number of that step, or of the last one, as people count: training steps before it.
-        has_returned: the call of that step has returned, and no caller waits for the reports.
-        steps_ended: steps that it has completed.
-        gathering: the collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
-        gatherings_ended: collective calls between steps that it has completed.
-        active_at: when anything last happened, in seconds of the clock ``now``.
-    """
+    """Follows the calls of a rank's caller, which every rank makes in the same order."""
 
     def __init__(self, now: Callable[[], float]) -> None:
+        #: The step that the rank is in, until it has the reports of all ranks; None between steps.
         self.step: StepId | None = None
+        #: Training steps before that step, or before the last one.
         self.training_step = 0
+        #: The call of that step has returned, and no caller waits for the reports.
         self.has_returned = False
+        #: Steps that it has completed.
         self.steps_ended = 0
+        #: The collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
         self.gathering = ""
+        #: Collective calls between steps that it has completed.
         self.gatherings_ended = 0
+        #: When anything last happened, in seconds of the clock ``now``.
         self.active_at = 0.0
         self._now = now
 

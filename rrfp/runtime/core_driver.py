@@ -29,7 +29,7 @@ from rrfp.runtime.context import Coordination, RankContext, RankSettings
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
-from rrfp.runtime.plan import Plan
+from rrfp.runtime.steps.plan import Plan
 from rrfp.transports.base import Channel, Message, MessageKind
 
 
@@ -136,17 +136,7 @@ class GroupLink:
 
 
 class CoreDriver:
-    """See the module's docstring. All methods are called on the loop.
-
-    Attributes:
-        messenger: its messages.
-        executor: its lane.
-        gradients: what follows the last task of a virtual stage.
-        arbiter: decides; to be run while the rank lives.
-        handlers: what takes the messages that become events.
-        finished: set when the core has finished the step.
-        outputs_complete: set when the forwards of the last virtual stages on this rank have completed.
-    """
+    """Applies events of one rank to its core, and performs the instructions. Used on one loop only."""
 
     def __init__(
         self,
@@ -160,6 +150,7 @@ class CoreDriver:
         self.gradients = GradientFinalizer(
             context, program, self.executor, self.messenger.send, settings.reduce, settings.ties
         )
+        #: Set when the core has finished the step, and when the forwards of the last virtual stages here have ended.
         self.finished, self.outputs_complete = asyncio.Event(), asyncio.Event()
         self._last = frozenset(
             v for v in core.graph.placement.virtual_stages(core.stage) if not core.graph.successors[v]

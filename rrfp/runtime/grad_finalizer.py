@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.compute.gradients.tied import Pieces, TiedGradients
+from rrfp.compute.gradients.ties import Pieces, Tie, TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.errors import ProtocolError
 from rrfp.model.names import named
@@ -104,6 +103,7 @@ class TiedReduction:
             "copy": virtual_stage,
             "layout": gradient.layout,
             "requires_grad": gradient.requires_grad,
+            "checksum": gradient.checksum,
         }
         for index, piece in enumerate(pieces):
             body = {**header, "piece": index, "pieces": len(pieces)}
@@ -143,6 +143,7 @@ class TiedReduction:
                 "copy": int() | None as copy,
                 "layout": int(),
                 "requires_grad": bool(),
+                "checksum": int() | None,
                 "piece": int(),
             }:
                 pass
@@ -189,11 +190,12 @@ class _Arriving:
     def pieces(self) -> Pieces:
         """All of them."""
         ordered = (self._tensors[index] for index in range(len(self._tensors)))
-        return Pieces(self._header["layout"], self._header["requires_grad"], tuple(t for t in ordered if t is not None))
+        tensors = tuple(t for t in ordered if t is not None)
+        return Pieces(self._header["layout"], self._header["requires_grad"], tensors, self._header["checksum"])
 
 
 class GradientFinalizer:
-    """See the module's docstring. ``ties`` has the rank's copies of tied parameters, if it may have any."""
+    """Makes the gradients of a rank's virtual stages final, one after the other."""
 
     def __init__(
         self,

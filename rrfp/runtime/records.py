@@ -70,6 +70,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return lambda plain: {key(k): value(v) for k, v in _checked(list, plain)}
     if kind is float:
         return lambda plain: float(plain) if type(plain) is int else _checked(float, plain)
+    if kind is int:
+        return _checked_int
     return partial(_checked, kind)
 
 
@@ -82,6 +84,13 @@ def _record_reader(kind: type[Any]) -> Callable[[Any], Any]:
         return kind(**{field: reader(plain[field]) for field, reader in readers.items()})
 
     return read
+
+
+def _checked_int(plain: Any) -> int:
+    """Of JSON it may be longer than what msgpack carries, and than what has a quotient as a float."""
+    if not -(1 << 63) <= _checked(int, plain) < 1 << 64:
+        raise TypeError(f"{reprlib.repr(plain):.80} is no integer of 64 bits")
+    return int(plain)
 
 
 def _checked(kind: type[T], plain: Any) -> T:

@@ -24,11 +24,11 @@ from rrfp.runtime.abort import AbortController, Failure, advice_for, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
-from rrfp.runtime.plan import Plan
-from rrfp.runtime.result import StepResult
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
-from rrfp.runtime.step_report import StepReporter
+from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.result import StepResult
+from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
 from rrfp.transports.base import MessageKind, Transport
 
@@ -205,10 +205,7 @@ class StageRunner:
         self._abort.fail(explain_shortage(error, self._settings.device, self.core.holding), task)
 
     async def wait_for_failed_process(self, origin: Origin) -> bool:
-        """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended.
-
-        A lost process has ended already, or is stopped and will not end. Returns whether it was logged.
-        """
+        """Where a failure began elsewhere, log that, and wait for the end of that process; whether it was logged."""
         rank = origin.stage if origin.rank is None else origin.rank
         why = "; ".join(filter(None, (str(origin), advice_for(origin))))
         return await self.health.let_end(rank, why, is_lost=origin.cause.startswith(f"{PeerLostError.__name__}: "))

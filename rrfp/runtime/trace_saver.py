@@ -21,11 +21,12 @@ from rrfp.host import ProcessIdentity, boot_id, namespace
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
+from rrfp.plain import or_none, whole
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.plan import Plan
+from rrfp.runtime.steps.plan import Plan
 from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.history import TraceHistory
 from rrfp.trace.plain import from_plain, to_plain
@@ -53,12 +54,7 @@ class HostClock:
 
 
 async def measure_offset(now: Callable[[], float], ask: Callable[[], Awaitable[float]]) -> ClockOffset:
-    """Measure the offset of this rank's clock.
-
-    Args:
-        now: this rank's clock, in seconds.
-        ask: returns a reading of rank 0's clock, made between the call and the return. All ranks call it equally often.
-    """
+    """Measure how far this rank's clock is from rank 0's, which ``ask`` reads between its call and its return."""
     readings = []
     for _ in range(ROUND_TRIPS):
         before = now()
@@ -70,12 +66,7 @@ async def measure_offset(now: Callable[[], float], ask: Callable[[], Awaitable[f
 
 
 def host_clocks(clocks: Sequence[tuple[str, str]], offsets: Sequence[ClockOffset]) -> list[HostClock]:
-    """The clocks of all ranks, that of rank 0 first.
-
-    Args:
-        clocks: for each rank the identity of its clock, and the name of its host.
-        offsets: as each rank measured its own; the ranks of a host share the best one.
-    """
+    """The clocks of all ranks, that of rank 0 first; ranks that share one share the best of their ``offsets``."""
     ranks_of: dict[str, list[int]] = {}
     for rank, (clock, _) in enumerate(clocks):
         ranks_of.setdefault(clock, []).append(rank)
@@ -119,8 +110,7 @@ class TraceRequest:
         text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
         if type(text) is not str or not text:
             raise ConfigError(f"path is {path!r}, must be the name of a file")
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None for all that are kept")
+        steps = or_none(whole, "steps", steps, 1)
         if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
             raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
         return cls(text, steps, None if replica == "all" else replica)
@@ -177,14 +167,7 @@ class TraceSaver:
         return bool(self._history.traces)
 
     async def save(self, request: TraceRequest) -> str:
-        """Save the traces; every rank calls it.
-
-        Returns:
-            Why nothing was written, the same on all ranks; empty where the file was written.
-
-        Raises:
-            ProtocolError: if a rank sends something else than a trace.
-        """
+        """Save the traces; every rank calls it. Returns why nothing was written, the same on all ranks."""
         offers = await self._share(self._offer(request), "an offer of traces")
         if reason := _refusal(offers):
             return reason

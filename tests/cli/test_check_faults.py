@@ -21,8 +21,7 @@ class Sleepy(Hint):
         return None if view.stage else next(iter(ready))
 """
 
-#: Of two stages with one rank each, with a message that comes twice. What hint a seed picks depends on those
-#: that are registered.
+#: Of two stages, with a message that comes twice. What hint a seed picks depends on those that are registered.
 DOUBLED = ("check", "faults", "--seed", "27", "--hint", "bf")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.compute.rng import RandomForks, fork_seed
+from rrfp.errors import StageError
 from rrfp.model.tasks import Kind, Task
 
 
@@ -51,6 +52,20 @@ def test_without_a_seed_nothing_is_forked() -> None:
     expected = torch.rand(4)
     torch.manual_seed(3)
     assert torch.equal(RandomForks(None).run(0, Task(Kind.F, 0, 0), torch.rand, 4), expected)
+
+
+def test_a_fork_inside_a_fork_is_an_error_at_once() -> None:
+    """As where a module calls `rrfp.testing.reference`; its own numbers go on afterwards."""
+    forks, inner = RandomForks(5), Task(Kind.F, 0, 1)
+
+    def nested() -> Tensor:
+        with pytest.raises(
+            StageError, match=r"task F0@1 cannot have torch's random generators: they belong to task F0@0"
+        ):
+            forks.run(0, inner, torch.rand, 4)
+        return torch.rand(4)
+
+    assert torch.equal(forks.run(0, Task(Kind.F, 0, 0), nested), forks.run(0, Task(Kind.F, 0, 0), torch.rand, 4))
 
 
 def test_forks_exclude_each_other() -> None:

@@ -188,6 +188,8 @@ def test_gradients_are_summed_over_replicas_and_reduced_dims(order: tuple[str, .
         assert {(mesh.coordinates(r)["pp"], mesh.coordinates(r)["tp"]) for r in alike} == {(at["pp"], at["tp"])}
         assert len(alike) == len(set(alike)) == 6
         assert mesh.is_first(rank) == (at["tp"] == 0)
+        # Whoever sums the gradients: checkpoints keep what belongs to a rank with data of its own.
+        assert plain.data_rank_of(rank) == mesh.data_rank_of(rank) == mesh.summand_of(rank)
         assert plain.summand_of(rank) == plain.place_of(rank).replica == at["dp"]
         assert plain.is_first(rank) == (plain.place_of(rank).member == 0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from installed import ROOT
 
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 PAGE_PATH = ROOT / "docs" / "how-to" / "checkpoint.md"
 PAGE = PAGE_PATH.read_text()

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import rrfp
 from rrfp import checkpoint
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 train_gpt: Any = import_module("train_gpt")

@@ -37,7 +37,7 @@ from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 #: A file that is read a thousand times a second belongs into memory.
-_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 M = 3
 
@@ -47,7 +47,7 @@ def in_a_file(read: Callable[[Path], object], name: str) -> Callable[[], Abstrac
 
     @contextmanager
     def open_() -> Iterator[Decode]:
-        with TemporaryDirectory(dir=_MEMORY) as folder:
+        with TemporaryDirectory(dir=MEMORY) as folder:
             path = Path(folder) / name
 
             def decode(case: bytes) -> object:
@@ -145,7 +145,7 @@ def _trace_files() -> list[Any]:
 
 
 def _trace_file(random: Random) -> Any:
-    with TemporaryDirectory(dir=_MEMORY) as folder:
+    with TemporaryDirectory(dir=MEMORY) as folder:
         path = f"{folder}/trace.json"
         run = ChromeRun("pipeline", range(2), _steps(random), 0.0)
         clocks = [{"host": "a", "ranks": [0], "seconds": 0.0, "error_s": 1e-5}] * random.choice((0, 2))

@@ -11,12 +11,13 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fuzz.mutations import MSGPACK, pack
+from fuzz.mutations import JSON, MSGPACK, pack, to_json
 from fuzz.targets import Decode, Target, parts, plain
 from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.commands.top import rows, table_of
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
@@ -29,21 +30,22 @@ from rrfp.runtime.abort import origin_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import ClosedPeers, RankActivity
 from rrfp.runtime.core_driver import GROUP_KINDS, GroupLink
-from rrfp.runtime.failed_start import FailedStart, FailedStarts
 from rrfp.runtime.grad_clipping import NormShare
-from rrfp.runtime.handshake import Handshake
-from rrfp.runtime.reports import StageReport
-from rrfp.runtime.stall.status import RankStatus
-from rrfp.runtime.step_report import LossShare, WeightShare
+from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
+from rrfp.runtime.start.failed_start import FailedStart, FailedStarts
+from rrfp.runtime.start.handshake import Handshake
+from rrfp.runtime.status_socket.report import JobReport
+from rrfp.runtime.steps.reports import StageReport
+from rrfp.runtime.steps.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext
-from rrfp.transports.cuda_ipc.trial import _Trial
+from rrfp.transports.cuda_ipc.transport import _Trial
 from rrfp.transports.host_choice import _Published
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.trial import Host
-from rrfp.transports.wire import Codec
+from rrfp.transports.wire.codec import Codec
 
 WORLD = 7
 
@@ -115,7 +117,9 @@ def _a_body(random: Random) -> tuple[str, dict[str, Any]]:
             {"parts": [[1, 1], [0, 2]], "consumed": None},
             {"parts": [[1, 1]], "consumed": 1},
         ),
-        "tie": ({"tie": "a", "copy": None, "layout": 0, "requires_grad": True, "piece": 0, "pieces": 1},),
+        "tie": (
+            {"tie": "a", "copy": None, "layout": 0, "requires_grad": True, "checksum": None, "piece": 0, "pieces": 1},
+        ),
         "report": ({"topic": "step", "number": 1},),
         "result": ({"topic": "step", "number": 1},),
         "probe": ({},),
@@ -209,14 +213,14 @@ def _a_publication(random: Random) -> Any:
     }
     verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))], "read": b"digest"}
     if random.random() < 0.4:
-        verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no"}
-    fields = {"process": 5, "descriptor": 7, "inode": 9, "length": 1 << 20}
+        verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no", "read": b""}
+    fields = {"process": 5, "descriptor": 7, "inode": 9, "size": 1 << 20}
     return random.choice(
         (
             ["host", [HOST.to_plain(), "rrfp-shm-0-1", "double"]],
             ["settings", settings],
             ["verdict", verdict],
-            ["offer", ["", fields, 5]],
+            ["offer", ["", fields, 1 << 18, 5]],
             ["failed", records.to_plain(FailedStart(1, "ConfigError: no", PROCESS))],
         )
     )
@@ -237,7 +241,9 @@ def _read_publication(case: bytes) -> object:
     if which == b"f":
         return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
-        return outcome(_Trial(context(), _Unreachable(), 0.0)._try(value))  # type: ignore[arg-type]
+        attempt = outcome(_Trial(context(), _Unreachable(), 0, 0.0)._try(value))  # type: ignore[arg-type]
+        assert attempt.reason
+        return attempt
     published = _Published.unpack(0, value)
     return published.pack(), published.host == HOST
 
@@ -262,8 +268,25 @@ class _Unreachable:
 
     check_shared = staticmethod(DoubleSharing().check)
 
-    async def pull(self, shared: Any, specs: Any) -> Any:
+    async def open_shared(self, fields: Any, *, peer: int) -> Any:
         raise OSError("there is none")
+
+
+# What a process reports to `rrfp top`.
+
+
+def _a_report(random: Random) -> Any:
+    answers = tuple(_made(random, RankAnswer) for _ in range(random.randint(1, 3)))
+    survey = JobStatus(random.randrange(len(answers)), answers)
+    return records.to_plain(JobReport(5, "2 stages, hint bf", survey if random.random() < 0.9 else None, "it ended"))
+
+
+def _read_report(case: bytes) -> object:
+    """As the command shows it, twice."""
+    report = JobReport.read(case)
+    if report.survey is None:
+        return report.failure
+    return table_of(report, rows(report.survey, report.survey), 120)
 
 
 # Traces of other ranks.
@@ -315,5 +338,6 @@ TARGETS: tuple[Target, ...] = (
         open=_messages,
     ),
     Target("publications", _BY_ALL, _a_publication, _as_publication, MSGPACK, plain(_read_publication)),
+    Target("status-lines", (ProtocolError,), _a_report, to_json, JSON, plain(_read_report)),
     Target("traces-of-ranks", (ProtocolError,), _a_trace, _as_traces, MSGPACK, _traces),
 )

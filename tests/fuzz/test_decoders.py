@@ -1,6 +1,6 @@
 """Every decoder on damaged input: a result or a documented error, in little time and memory.
 
-10,400 cases here, a million and a new seed each time in the long run. A failure names the seed and keeps the case in
+13,600 cases here, a million and a new seed each time in the long run. A failure names the seed and keeps the case in
 `corpus`, which the first test replays.
 """
 
@@ -15,24 +15,26 @@ from typing import Any, get_args
 
 import msgpack
 import pytest
-from fuzz import file_targets, fuzzer, runtime_targets, wire_targets
+from fuzz import checkpoint_targets, file_targets, fuzzer, runtime_targets, wire_targets
 from fuzz.fuzzer import EscapeError, Level, Outcomes, case_of, check, corpus, fuzz
 from fuzz.mutations import MSGPACK, pack
 from fuzz.targets import Target, plain
 
 from rrfp.errors import FrameError
-from rrfp.transports.header_checks import MAX_ITEMS
-from rrfp.transports.wire import MAX_HEADER_BYTES, Codec
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, Codec
+from rrfp.transports.wire.header_checks import MAX_ITEMS
 
 pytestmark = [
     pytest.mark.allow_blocking("decoders run one after the other here, without a turn of the loop between"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
 
-TARGETS: tuple[Target, ...] = (*wire_targets.TARGETS, *runtime_targets.TARGETS, *file_targets.TARGETS)
+TARGETS: tuple[Target, ...] = (
+    *(*wire_targets.TARGETS, *runtime_targets.TARGETS, *file_targets.TARGETS, *checkpoint_targets.TARGETS),
+)
 LEVELS: tuple[Level, ...] = get_args(Level)
 
-#: For each target and level: these make 10,400, and over a million in the long run.
+#: For each target and level: these make 13,600, and over a million in the long run.
 CASES, LONG_CASES, LONG_PARTS = 400, 9_700, 4
 
 #: The most that a case of at most 100 KiB may take, in bytes: a thousand arrays, each of which claims `MAX_ITEMS`.

@@ -13,7 +13,7 @@ from runtime.children import Children, End
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
 
 #: Runs on each rank: its stage, its model, its pipeline and a connection to the test.

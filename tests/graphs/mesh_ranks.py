@@ -17,7 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous
 

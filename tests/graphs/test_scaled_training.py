@@ -12,7 +12,7 @@ from runtime.ranks import ThreadedRanks
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 PARTS = ("vision", "audio", "lm")
 STAGES: Sequence[Sequence[str]] = (("vision", "audio"), ("lm",))

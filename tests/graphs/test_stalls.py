@@ -13,7 +13,7 @@ from runtime.toys import Hold
 from torch import Tensor
 
 import rrfp
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 
 class Calling(Block):

@@ -24,7 +24,7 @@ from rrfp.lab.traces.measured_costs import measured_costs, traced_step
 from rrfp.lab.traces.timeline import draw_timelines
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Kind
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.spans import skips
 

@@ -19,7 +19,7 @@ from runtime.processes import BATCH
 from runtime.toys import loss_fn, stages
 
 import rrfp
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 #: Of a rank's store, on the first host. The hosts have no other programs.
 PORT = 29500

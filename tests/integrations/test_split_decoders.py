@@ -148,7 +148,7 @@ def test_one_sequence_a_row_and_packed_ones_with_a_mask_say_nothing(caplog: pyte
     assert not [message for message in caplog.messages if "position_ids" in message]
 
 
-def test_frequencies_that_follow_the_length_alone_are_no_state() -> None:
+def test_frequencies_that_follow_the_length_alone_are_no_state(caplog: pytest.LogCaptureFixture) -> None:
     """LongRoPE writes its table in each forward, of the microbatch's own length; here two lengths need another one."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 9}
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -156,6 +156,10 @@ def test_frequencies_that_follow_the_length_alone_are_no_state() -> None:
     wanted = train_whole(model, batch)
     parts = rrfp.split(model, 2)
     assert differing(train_parts(model, parts, batch, hint=LastFirst), wanted) == []
+    with parts.local(hint=LastFirst).blocking() as pipe:
+        pipe.step(batch.inputs, batch.labels)
+        pipe.evaluate(batch.inputs, batch.labels)
+    assert not [message for message in caplog.messages if "wrote its buffer" in message]
 
 
 def test_a_bare_decoder_returns_hidden_states() -> None:

@@ -258,8 +258,42 @@ def dtensors_between_stages() -> None:
 
 def tensor_parallel_stages_without_a_mesh_are_refused() -> None:
     mesh = mesh_of("tp")
-    with pytest.raises(ConfigError, match=r"parameter 'up.weight' is a DTensor.* pass mesh="):
+    with pytest.raises(ConfigError, match=r"parameter 'up.weight' is a DTensor .*: pass mesh="):
         replica_rank(mesh, lambda module: parallelize_module(module, mesh["tp"], PLAN))
+
+
+def synchronised_batch_norm_needs_one_order() -> None:
+    """Refused by its type: each replica would bring statistics of another microbatch."""
+    mesh = mesh_of("dp")
+    text = r"stage \d: 'norm' is a SyncBatchNorm over the ranks \[%s\], so tasks have collectives, .*: pass mesh="
+    for group, ranks, options in (
+        (mesh.get_group("dp"), r"\d, \d", {}),
+        (mesh.get_group("dp"), r"\d, \d", {"mesh": mesh}),
+        (None, "0, 1, 2, 3", {"mesh": mesh, "coordinate": ("dp",)}),
+    ):
+
+        def wrap(module: nn.Module, group: Any = group) -> nn.Module:
+            module.add_module("norm", nn.SyncBatchNorm(4, process_group=group))
+            return module
+
+        with pytest.raises(ConfigError, match=text % ranks):
+            replica_rank(mesh, wrap, **options)
+
+    def within(module: nn.Module) -> nn.Module:
+        module.add_module("norm", nn.SyncBatchNorm(4, process_group=mesh.get_group("dp")))
+        return module
+
+    replica_rank(mesh, within, mesh=mesh, coordinate=("dp",)).schedule.close()
+
+
+def dtensors_over_a_dim_that_is_not_coordinated_are_refused() -> None:
+    mesh = mesh_of("dp")
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return parallelize_module(module, mesh["dp"], PLAN)
+
+    with pytest.raises(ConfigError, match=r"parameter 'up.weight' is a DTensor over the ranks .* and coordinate= with"):
+        replica_rank(mesh, wrap, mesh=mesh)
 
 
 def four_stages() -> None:

@@ -39,6 +39,7 @@ class Case:
         draw: microbatch m, of a size that depends on m.
         loss: ``loss(output, target)``, for the last stage.
         whole_loss: the same of what the unsplit model returns.
+        assigns: whether other parameters, of new values, take the place of all of them between two steps.
     """
 
     build: Callable[[], nn.Module]
@@ -46,6 +47,7 @@ class Case:
     draw: Callable[[torch.Generator, int], Microbatch]
     loss: Callable[[Any, Any], Tensor]
     whole_loss: Callable[[Any, Any], Tensor]
+    assigns: bool = False
 
 
 def of_logits(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:

@@ -16,6 +16,7 @@ from rrfp.pipeline.options import OptionArguments
 
 #: Each is the file of that name in this folder, with how many stages it is cut into.
 STAGES = {
+    "assigned": 3,
     "bert": 2,
     "clip": 2,
     "dit": 2,
@@ -25,8 +26,10 @@ STAGES = {
     "lora": 3,
     "mamba": 2,
     "mixtral": 2,
+    "packed": 2,
     "qwen2": 2,
     "resnet": 3,
+    "rotary": 3,
     "t5": 4,
     "unet": 3,
     "vit": 3,
@@ -70,6 +73,20 @@ CONFIGURATIONS = {
     **_BASES,
     **{f"{name}-deterministic": replace(base, deterministic=True) for name, base in _BASES.items()},
 }
+
+
+#: Those that write buffers without a batch norm, which ``deterministic=True`` refuses.
+WITHOUT_ORDER = {"rotary"}
+
+
+def runs() -> list[tuple[str, str]]:
+    """Each model in each configuration that takes it."""
+    return [
+        (model, name)
+        for model in STAGES
+        for name, configuration in CONFIGURATIONS.items()
+        if not (configuration.deterministic and model in WITHOUT_ORDER)
+    ]
 
 
 def load(name: str) -> Case:

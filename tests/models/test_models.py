@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models.case import Case
-from models.catalogue import CONFIGURATIONS, STAGES, Configuration, build, load, stages_of
+from models.catalogue import CONFIGURATIONS, STAGES, WITHOUT_ORDER, Configuration, build, load, runs, stages_of
 from models.training import TOLERANCE, Step, errors, train, train_plainly
 from runtime.toys import placed
 from torch import nn
@@ -29,20 +29,11 @@ pytestmark = [
 
 #: What `make test` runs, in turns in one of two configurations; everything else is left to `make test-long`.
 USUAL_MODELS = ("clip", "gpt2", "llava", "lora", "mixtral", "t5", "unet")
-USUAL = set(zip(USUAL_MODELS, cycle(("bfw-deferred-deterministic", "bf")), strict=False))
-
-
-def runs() -> list[Any]:
-    """Each model in each configuration."""
-    return [
-        pytest.param(
-            model,
-            configuration,
-            marks=() if (model, configuration) in USUAL else pytest.mark.long,
-        )
-        for model in STAGES
-        for configuration in CONFIGURATIONS
-    ]
+USUAL = {
+    *zip(USUAL_MODELS, cycle(("bfw-deferred-deterministic", "bf")), strict=False),
+    *(("assigned", "default"), ("packed", "default-deterministic"), ("rotary", "default")),
+}
+RUNS = [pytest.param(*run, marks=() if run in USUAL else pytest.mark.long) for run in runs()]
 
 
 @functools.cache
@@ -63,7 +54,7 @@ def train_locally(
         return train(case, pipe, configuration, model, model)
 
 
-@pytest.mark.parametrize(("name", "chosen"), runs())
+@pytest.mark.parametrize(("name", "chosen"), RUNS)
 def test_losses_gradients_and_norms_are_the_unsplit_models(
     name: str, chosen: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,7 +76,7 @@ def test_a_v_placement_gives_the_same(name: str, chosen: str, monkeypatch: pytes
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", sorted(STAGES.keys() - WITHOUT_ORDER))
 def test_deterministic_steps_have_the_same_bits_whatever_the_hint_and_the_order_of_arrival(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

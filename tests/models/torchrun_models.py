@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from models.case import Case
-from models.catalogue import CONFIGURATIONS, Configuration, build, load, stages_of
+from models.catalogue import CONFIGURATIONS, Configuration, build, load, runs, stages_of
 from models.training import Step, errors, names_in, train, train_plainly
 from torch import nn
 
@@ -55,6 +55,8 @@ def main(models: str, configurations: str) -> None:
         case = load(name)
         expected = train_plainly(case)
         for chosen in configurations.split(","):
+            if (name, chosen) not in runs():
+                continue
             worst[f"{name} {chosen}"] = error(case, CONFIGURATIONS[chosen], expected)
     sys.stdout.write(json.dumps({"rank": RANK, "worst": worst}) + "\n")  # in one piece, since the ranks share the pipe
     sys.stdout.flush()

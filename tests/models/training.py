@@ -11,7 +11,7 @@ from models.case import Case, Microbatch
 from models.catalogue import Configuration, build
 from torch import Tensor, nn
 
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 5, 1.0
 
@@ -63,8 +63,7 @@ def train_plainly(case: Case) -> list[Step]:
         gradients = gradients_of(model, model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
         steps.append(Step(mean, tuple(losses), gradients, norm, buffers_of(model, model)))
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer = stepped(case, optimizer, model)
     return steps
 
 
@@ -93,9 +92,18 @@ def train(
         gradients = gradients_of(model, here)
         norm = pipe.clip_grad_norm_(MAX_NORM)
         steps.append(Step(result.loss, tuple(result.losses), gradients, norm, buffers_of(model, here)))
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer = stepped(case, optimizer, here)
     return steps
+
+
+def stepped(case: Case, optimizer: torch.optim.Optimizer, here: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer's step; returns the optimizer of the next step."""
+    optimizer.step()
+    optimizer.zero_grad()
+    if not case.assigns:
+        return optimizer
+    here.load_state_dict({name: 0.9 * each for name, each in here.state_dict().items()}, assign=True)
+    return optimizer_of(here)
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:

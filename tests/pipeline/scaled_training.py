@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 WIDTH, MICROBATCHES, STEPS = 8, 4, 10
 

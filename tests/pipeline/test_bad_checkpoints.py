@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rrfp import checkpoint
+from rrfp.checkpoint.ranks import Ranks
 from rrfp.errors import ConfigError, RrfpError
 
 SIZE = 16
@@ -232,3 +233,32 @@ def test_what_a_kill_left_while_one_was_deleted_goes_with_the_next(tmp_path: Pat
     (tmp_path / "notes.deleted").mkdir()
     last = checkpoint.save(tmp_path, module, step=2, keep=1)
     assert sorted(tmp_path.iterdir()) == [last, tmp_path / "notes.deleted"]
+
+
+@pytest.mark.parametrize("given", ["runs\0a", 5], ids=["a NUL", "a number"])
+def test_what_is_no_path_is_refused_by_its_name(given: Any, tmp_path: Path) -> None:
+    module = nn.Linear(1, 1)
+    for call in (
+        lambda: checkpoint.load(given, module),
+        lambda: checkpoint.latest(given),
+        lambda: checkpoint.save(given, module, step=1),
+    ):
+        with pytest.raises(ConfigError, match=r"^folder is .*, must be a path$"):
+            call()
+    with pytest.raises(ConfigError, match=r"^path is .*, must be a path$"):
+        checkpoint.load(tmp_path, module, path=given)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_that_names_it() -> None:
+    name = "a" * 300
+    for call in (lambda: checkpoint.load(name, nn.Linear(1, 1)), lambda: checkpoint.latest(name)):
+        with pytest.raises(RrfpError, match=rf"^the checkpoints in '{name}' cannot be read: rank 0: OSError: "):
+            call()
+
+
+def test_ranks_exchange_plain_data_only() -> None:
+    """A message of another rank, of which gloo does not know who sent it, is never unpickled."""
+    value = {"text": ["a\udcff", 1, 2.5, None, True, b"\x00"]}
+    assert Ranks().gather(value) == [value]
+    with pytest.raises(TypeError):
+        Ranks().gather(object())

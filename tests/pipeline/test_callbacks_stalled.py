@@ -17,7 +17,7 @@ from rrfp import timeouts
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 BATCH = data(1)
 STALL_S = 0.1

@@ -297,7 +297,7 @@ def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
             torch.manual_seed(0)
             model = nn.Linear(2, 2)
         return {
-            "values": [None, True, 3, -(2**2000), 2.5, 1 + 2j, "text", b"bytes", bytearray(b"more")],
+            "values": [None, True, 3, -(2**2000), 2.5, 1 + 2j, "text", b"bytes", b"", bytearray(b"more"), bytearray()],
             "torch": (torch.bfloat16, torch.device("cpu"), torch.Size([1, 2]), torch.ones(2, dtype=torch.bfloat16)),
             "python": random.Random(0).getstate(),
             "numpy": [np.random.RandomState(0).get_state(), np.random.default_rng(0).bit_generator.state],
@@ -321,6 +321,30 @@ def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
     assert set(map(str, torch.serialization.get_safe_globals())) == known, "what the program allows is its own affair"
 
 
+def test_arrays_come_back_in_any_byte_order_and_shape_as_often_as_they_are_there(tmp_path: Path) -> None:
+    """Also where the program lets torch's reader have numpy's own classes."""
+    shared = np.arange(3.0)
+    arrays = [
+        np.arange(3, dtype=">f8"),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        *(np.zeros((0, 4), dtype="i2"), np.array(3.5), np.array(["é", ""]), np.array([b"x"])),
+    ]
+    state: Any = OrderedDict(a=shared)
+    state.kept = (1, shared)
+    extra = {"arrays": arrays, "twice": [shared, (shared, {"again": shared})], "state": state}
+    checkpoint.save(tmp_path, nn.Linear(1, 1), step=0, extra=extra)
+    with torch.serialization.safe_globals([np.ndarray, np.dtype]):
+        loaded = checkpoint.load(tmp_path, nn.Linear(1, 1))
+    assert loaded is not None
+    for ours, theirs in zip(loaded.extra["arrays"], arrays, strict=True):
+        assert (type(ours), ours.dtype, ours.shape) == (np.ndarray, theirs.dtype, theirs.shape)
+        assert ours.flags.f_contiguous == theirs.flags.f_contiguous
+        assert (ours == theirs).all()
+    first, (second, third) = loaded.extra["twice"]
+    assert first is second is third["again"] is loaded.extra["state"]["a"] is loaded.extra["state"].kept[1]
+    first[0] = 5.0  # it is the program's own
+
+
 def cyclic() -> list[Any]:
     value: list[Any] = []
     value.append(value)
@@ -340,6 +364,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "subclass": ({"a": Counter(), "b": type("Mine", (dict,), {})()}, "extra['b'] is a Mine"),
     "generator": (torch.Generator(), "extra is a Generator"),
     "objects of numpy": (np.array([None]), "extra is a object ndarray"),
+    "metadata of numpy": (np.zeros(1, np.dtype("f8", metadata={"a": 1})), "extra is a float64 ndarray"),
     "number": (2**3000, "extra is a int of 3001 bits"),
     "attributes": (tagged(), "extra.tag is a int"),
     "cycle": (cyclic(), "extra contains itself, or is nested too deep"),

@@ -30,7 +30,7 @@ from torch import nn
 
 import rrfp
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: An overflow on a middle stage, one on the first, one on the last in the step after.

@@ -16,7 +16,7 @@ from pipeline.scaled_training import new_scaler
 from runtime.processes import BATCH, Processes
 from torch import nn
 
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 __all__ = ["fork_server"]
 

@@ -20,7 +20,7 @@ from rrfp.errors import ConfigError, RrfpError
 from rrfp.hints import Hint, ReadySet, View
 from rrfp.memory.measured import Largest
 from rrfp.memory.seen_sizes import REMEMBERED_STEPS, SeenSizes
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 BATCH = data(4)
 

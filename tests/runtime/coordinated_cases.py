@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rrfp
 from rrfp.errors import ConfigError, PipelineAborted
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 STAGES = DATA = 2
 WIDTH = 6
@@ -286,3 +286,59 @@ def checkpoints_keep_the_buffers_and_extra_of_each_rank_of_a_reduced_dim(rank: i
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])
+
+
+def checkpoints_resume_sharded_parameters_and_the_statistics_of_each_rank_to_the_bit(rank: int) -> None:
+    """Of a model with batch norm, whose ranks shard parameters over a coordinated dim and have data of their own."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (STAGES, DATA), mesh_dim_names=("pp", "dp"))
+    stage, index = divmod(rank, DATA)
+
+    def trained(steps: int, *, save: bool = False) -> dict[str, Tensor]:
+        norm = nn.BatchNorm1d(WIDTH)
+        model = nn.Sequential(parts()[stage], norm).double()
+        fully_shard(model, mesh=mesh["dp"])
+        norm.register_buffer("counts", distribute_tensor(torch.arange(4.0), mesh["dp"], [Shard(0)]))
+        optimizer = torch.optim.Adam(model.parameters())
+        pipe = rrfp.Pipeline(
+            model, mesh=mesh, coordinate=("tp", "dp"), loss_fn=nn.functional.mse_loss, deterministic=True
+        )
+        named = {f"stages.{stage}": model}
+        loaded = rrfp.checkpoint.load(folder[0], named, optimizer, pipe=pipe)
+        with pipe.blocking() as run:
+            for step in range(0 if loaded is None else loaded.step, steps):
+                run.step([torch.cat([x, -x]) for x in batch(index, step)[0]], [y.repeat(2, 1) for y in batch(index)[1]])
+                optimizer.step()
+                optimizer.zero_grad()
+            if save:
+                rrfp.checkpoint.save(folder[0], named, optimizer, pipe=pipe, extra=index)
+        if loaded is not None:
+            assert loaded.extra == index
+        state = model.state_dict()
+        return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
+
+    folder: list[str] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    whole = trained(4)
+    trained(2, save=True)
+    resumed = trained(4)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, whole["1.running_mean"].tolist())
+    assert told[0] != told[1]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def a_plain_tensor_with_other_values_on_a_rank_of_a_group_is_not_saved(rank: int) -> None:
+    """A shard that is no DTensor would be saved once, for all ranks of the group."""
+    topology = rrfp.Topology.from_env(dims={"pp": STAGES, "tp": DATA})
+    module = nn.Linear(WIDTH, WIDTH)
+    nn.init.constant_(module.weight, float(rank % DATA))
+    pipe = rrfp.Pipeline(module, topology=topology, loss_fn=nn.functional.mse_loss)
+    text = r"modules: 'stage0.weight' is another value on rank 1 than on rank 0, of the same stage and group: must be a"
+    with pytest.raises(ConfigError, match=text):
+        rrfp.checkpoint.save("unused", {f"stage{rank // DATA}": module}, pipe=pipe)

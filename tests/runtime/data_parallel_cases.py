@@ -21,7 +21,7 @@ import rrfp
 from rrfp import StepResult
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.split import backward as split_backward
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
 
 STAGES = REPLICAS = 2

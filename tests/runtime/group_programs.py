@@ -13,7 +13,7 @@ import rrfp
 from rrfp.errors import PipelineAborted
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 #: Rank 2 leads stage 1, rank 3 follows it.
 MESH = Mesh((("pp", 2), ("tp", 2)))

@@ -21,7 +21,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
 from rrfp.lab.device_double import DoubleDevice
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
 
 #: How long the runtime's threads may take to end, once its caller has left it.

@@ -16,7 +16,7 @@ from typing import Any
 from fork_server import context
 
 from rrfp.model.tasks import Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.stall.status import JobStatus
 from rrfp.runtime.status_socket.folder import SocketFile, chosen_folder, sockets_in
 from rrfp.runtime.status_socket.job import read_report

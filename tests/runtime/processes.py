@@ -22,7 +22,7 @@ import rrfp
 from rrfp.lab.emulated import Durations, EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.shm import liveness
 

@@ -13,7 +13,7 @@ from runtime.toys import WIDTH
 from transports.shm_state import descriptors, mappings
 
 import rrfp.transports.shm.slot_pool as slot_pool
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 #: Free slots that a rank may keep here, in bytes: so little that the bound is met.
 IDLE_BYTES = 1 << 20

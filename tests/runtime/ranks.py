@@ -16,7 +16,7 @@ from runtime.toys import data, loss_fn
 import rrfp
 from rrfp.errors import PipelineAborted
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.partition import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous
 

@@ -21,7 +21,7 @@ import rrfp
 from rrfp.errors import PipelineAborted, RrfpError
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Kind, Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.loop_thread import AwaitedFutures
 
 __all__ = ["fork_server"]

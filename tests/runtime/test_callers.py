@@ -6,9 +6,11 @@ import asyncio
 import copy
 import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +19,10 @@ from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.toys import Bomb, Hold, data, loss_fn, stages
 
 import rrfp
+from rrfp import timeouts
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
-from rrfp.pipeline.blocking import BlockingPipeline
-from rrfp.runtime.plan import StepPlanner
+from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.runtime.steps.plan import StepPlanner
 
 BATCH = data(2)
 
@@ -214,6 +217,68 @@ def test_a_pipeline_inside_a_task_of_another_one_is_an_error_at_once(inner: str,
         outputs = pipe.evaluate(BATCH.inputs).outputs
         assert len(outputs) == len(BATCH.inputs)
     assert time.monotonic() - began < SOON_S
+
+
+def test_a_pipeline_called_by_a_thread_for_which_a_task_waits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher's task and the student's would wait for each other: each is named, and the place of the wait."""
+    monkeypatch.setattr(timeouts, "OTHER_THREAD_S", 0.3)
+    with rrfp.local(stages(1)).blocking() as teacher, ThreadPoolExecutor(1) as pool:
+
+        def distilled(output: Any, target: Any) -> Any:
+            known = pool.submit(teacher.evaluate, BATCH.inputs).result().outputs
+            return loss_fn(output, known[0])
+
+        with rrfp.local(stages(2), loss_fn=distilled).blocking() as outer, pytest.raises(PipelineAborted) as caught:
+            outer.step(BATCH.inputs, BATCH.targets)
+    message = str(caught.value)
+    assert re.search(
+        r"aborted by stage 0, task F0@0: StageError: task F0@0 cannot have torch's random generators: they belong to "
+        r"task F0@1 of another pipeline of this process, which has waited for another thread for 0.3 s at \S+:\d+. "
+        r"Modules, loss_fn and hooks cannot call a pipeline of their process, on no thread",
+        message,
+    ), message
+
+
+@pytest.mark.parametrize("order", ["before", "within"])
+def test_a_task_that_waits_for_another_thread_keeps_no_other_pipeline_for_ever(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the other pipeline's step was there before, it waits; so it does while the task does anything else."""
+    monkeypatch.setattr(timeouts, "OTHER_THREAD_S", 0.3)
+    other, held = Hold(), Hold()
+
+    def busy(number: int) -> None:
+        if number == 0:
+            held.begun.set()
+            while not held.release.wait(0.02):  # as a poll; each wait is another one
+                pass
+
+    first = held if order == "before" else busy
+    results: list[Any] = []
+    with (
+        rrfp.local([Bomb(other), *stages(1)], loss_fn=loss_fn).blocking() as waiting,
+        rrfp.local([Bomb(first), *stages(1)], loss_fn=loss_fn).blocking() as holding,
+    ):
+        threads = [
+            threading.Thread(target=lambda pipe=pipe: results.append(pipe.step(BATCH.inputs, BATCH.targets)))
+            for pipe in (waiting, holding)
+        ]
+        if order == "before":
+            threads[0].start()
+            assert other.begun.wait(20)
+            threads[1].start()
+            other.release.set()  # its second task comes after the held one
+        else:
+            threads[1].start()
+            assert held.begun.wait(20)
+            threads[0].start()
+            other.release.set()
+        assert held.begun.wait(20)
+        threads[0].join(1.0)
+        held.release.set()
+        for thread in threads:
+            thread.join(20)
+    assert len(results) == 2
 
 
 def test_a_pipeline_inside_a_task_of_its_own_is_named_too() -> None:

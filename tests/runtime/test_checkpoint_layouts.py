@@ -100,9 +100,9 @@ def test_replicas_keep_their_own_running_statistics(tmp_path: Path) -> None:
     assert {**fewer.buffers[0], **fewer.buffers[1]} == saved.buffers[0]
     (text,) = fewer.warnings
     assert text.startswith(
-        "8 buffer(s) differ between the 2 replicas of the checkpoint; the 1 of this run take replica"
+        "8 buffer(s) differ between the 2 data-parallel ranks of the checkpoint; the 1 of this run take those of rank 0"
     )
-    assert text.endswith("0's: layers.0.1.running_mean, layers.0.1.running_var, layers.1.1.running_mean, ...")
+    assert text.endswith(" 0: layers.0.1.running_mean, layers.0.1.running_var, layers.1.1.running_mean, ...")
 
 
 def test_two_stages_with_one_name_are_refused_on_all_ranks(tmp_path: Path) -> None:

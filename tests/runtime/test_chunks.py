@@ -16,7 +16,7 @@ from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.pipeline.handle import PipelineHandle
+from rrfp.pipeline.faces import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
 from rrfp.runtime.control_tree import peers

@@ -18,7 +18,7 @@ from torch import nn
 
 import rrfp
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 
 def clipped(count: int, max_norm: float, norm_type: float) -> tuple[list[nn.Module], float]:

@@ -17,7 +17,7 @@ from torch import nn
 import rrfp
 from rrfp import Topology
 from rrfp.errors import Origin, PipelineAborted, TransportError
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.abort import MAX_CAUSE, failure_of
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport

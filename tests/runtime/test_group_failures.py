@@ -18,7 +18,7 @@ import rrfp
 from rrfp.errors import Origin, PipelineAborted
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode, StepId, Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
 

@@ -21,7 +21,7 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 
 @pytest.mark.parametrize("coordination", ["leader", "agreement"])

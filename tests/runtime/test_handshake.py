@@ -11,7 +11,7 @@ import pytest
 from rrfp import Topology
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.model.mesh import Mesh
-from rrfp.runtime.handshake import Handshake, JobSettings, differences
+from rrfp.runtime.start.handshake import Handshake, JobSettings, differences
 from rrfp.transports.base import TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 

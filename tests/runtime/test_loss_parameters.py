@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.split import backward as split_backward
 from rrfp.errors import ConfigError
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
 
 

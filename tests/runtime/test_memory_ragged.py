@@ -16,7 +16,7 @@ from rrfp import StepResult
 from rrfp.compute.split import backward as split_backward
 from rrfp.core.events import Event, Previewed
 from rrfp.hints.priorities import ForwardPriority
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 WIDTH = 32
 #: What a row of a microbatch keeps on a stage alone: its input, the Tanh's output, and the target, in float32.

@@ -18,10 +18,10 @@ from rrfp.memory.admission import Limit
 from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.runtime.abort import origin_of
-from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.records import pack, unpack
-from rrfp.runtime.reports import ResourceMeter, Resources, StageReport, StepFigures
-from rrfp.runtime.step_report import Losses, LossShare, PartLosses
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
+from rrfp.runtime.steps.reports import ResourceMeter, Resources, StageReport, StepFigures
+from rrfp.runtime.steps.step_report import Losses, LossShare, PartLosses
 from rrfp.trace.breakdown import Breakdown, breakdown
 from rrfp.trace.spans import Recorder
 from rrfp.transports.base import TransportContext, TransportStatistics

@@ -102,7 +102,66 @@ def test_terms_that_are_garbage_or_gone_blame_no_rank(
     ranks.go(0, variables)
     for end in ends(ranks):
         assert end.error in ("TransportError", "ProtocolError"), end
-        assert "or another program wrote to the store" in end.text
+        assert "another program wrote to the store" in end.text
+
+
+@pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [([SETTINGS + "1"], b""), ([SETTINGS + "1", ENTERED + "1"], b""), ([ENTERED + "1"], b"7")],
+    ids=["settings deleted", "both deleted", "at another pipeline"],
+)
+def test_a_rank_that_is_hidden_or_sent_elsewhere_in_the_store_is_not_blamed_alone(
+    children: list[Children], keys: list[str], value: bytes, variables: dict[str, str]
+) -> None:
+    ranks = started(children, connect_timeout=3.0)
+    for rank in (1, 2):
+        ranks.go(rank, variables)
+    store = foreign(ranks.port)
+    store.wait([SETTINGS + "1", SETTINGS + "2"])
+    forged(children, ranks, keys, value)
+    if value:
+        forged(children, ranks, [SETTINGS + "1"], b"")
+    assert store.check([SETTINGS + "2"])
+    assert not store.check([SETTINGS + "1"])
+    ranks.go(0, variables)
+    for end in ends(ranks):
+        assert end.error == "TransportError", end
+        assert "another program wrote to the store" in end.text
+        if value and variables:
+            assert "store has an entry of stage 1 without a voucher" in end.text
+        elif value:
+            assert "stage 1 did not come to pipeline '0', it is at pipeline '7', or another" in end.text
+        else:
+            said = (
+                "stage 1 did not come, or another" if len(keys) > 1 else "stage 1 came, and its settings are missing: "
+            )
+            assert said in end.text
+
+
+def test_without_a_secret_a_rank_whose_settings_were_forged_says_so(children: list[Children]) -> None:
+    """The others have only the store's word: they say that."""
+    ranks = started(children, connect_timeout=20.0)
+    ranks.go(1)
+    ranks.go(2)
+    store = foreign(ranks.port)
+    store.wait([SETTINGS + "1", SETTINGS + "2"])
+    settings = msgpack.unpackb(store.get(SETTINGS + "1"))
+    settings["all"]["seed"] = 5
+    forged(children, ranks, [SETTINGS + "1"], msgpack.packb(settings))
+    ranks.go(0)
+    first, second, third = ends(ranks)
+    assert first.error == "TransportError"
+    assert (
+        "store had settings of stage 1 for rank 0 that are not this rank's: another program wrote to the s"
+        in first.text
+    )
+    for end in (second, third):
+        assert end.error == "ConfigError"
+        assert end.text == (
+            "seed is 0 on stage 0 and 5 on stage 1: must be the same on all ranks (values as the rendezvous store has "
+            "them)"
+        )
 
 
 @pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.errors import ProtocolError
 from rrfp.runtime.grad_clipping import NormShare
 from rrfp.runtime.records import from_plain, pack, to_plain, unpack
@@ -82,6 +82,15 @@ PLAIN: dict[str, Any] = to_plain(FULL)
 def test_what_is_no_such_record_is_refused(plain: Any, text: str) -> None:
     with pytest.raises(ProtocolError, match=f"a test record cannot be read: .*{text}"):
         unpack(Outer, msgpack.packb(plain), "a test record")
+
+
+def test_an_integer_longer_than_messages_carry_is_refused() -> None:
+    """JSON has them."""
+    for count in (-(2**63) - 1, 2**64, 10**400):
+        with pytest.raises(ProtocolError, match=r"it cannot be read: .* is no integer of 64 bits"):
+            from_plain(Outer, {**PLAIN, "count": count}, "it")
+    for count in (-(2**63), 2**64 - 1):
+        assert from_plain(Outer, {**PLAIN, "count": count}, "it").count == count
 
 
 @pytest.mark.parametrize("depth", range(300, 1020, 40))

@@ -19,7 +19,7 @@ from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Task
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime import trace_saver
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 

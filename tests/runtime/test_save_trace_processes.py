@@ -15,7 +15,7 @@ from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.processes import BATCH, Processes, Program
 
 from rrfp.lab.traces.chrome_reader import read_chrome
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime import trace_saver
 
 Start = Callable[..., Processes]

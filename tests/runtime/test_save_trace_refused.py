@@ -14,7 +14,7 @@ from runtime.toys import Bomb, Hold, loss_fn, stages
 
 import rrfp
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.trace_saver import TraceOffer, _refusal
 
 
@@ -24,8 +24,8 @@ from rrfp.runtime.trace_saver import TraceOffer, _refusal
         ({"path": 7}, "path is 7, must be the name of a file"),
         ({"path": ""}, "path is '', must be the name of a file"),
         ({"path": b"trace"}, "path is b'trace', must be the name of a file"),
-        ({"steps": 0}, "steps is 0, must be an integer >= 1, or None"),
-        ({"steps": True}, "steps is True, must be an integer >= 1, or None"),
+        ({"steps": 0}, "steps is 0, must be a whole number >= 1, or None"),
+        ({"steps": True}, "steps is True, must be a whole number >= 1, or None"),
         ({"replica": 1}, r"replica is 1, must be one of 0\.\.0, or 'all'"),
         ({"replica": None}, r"replica is None, must be one of 0\.\.0, or 'all'"),
     ],

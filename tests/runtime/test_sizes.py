@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.hints.pyramid import pyramids
 from rrfp.model.tasks import Kind, Mode
-from rrfp.runtime.plan import StepPlanner, StepRequest
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
 
 
 @pytest.mark.parametrize("hint", ["slot-aware-pyramid", "bfw-pyramid"])
@@ -106,9 +106,16 @@ def test_buffers_that_no_forward_writes_are_not_reported(caplog: pytest.LogCaptu
     assert warnings_of([Remembering(counts=False), Remembering(counts=False)], caplog) == []
 
 
-def test_an_evaluation_out_of_order_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Whose modules are mostly in eval mode."""
+def test_an_evaluation_out_of_order_reports_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A memory works in eval mode as well; running statistics are then constant."""
     batch = data(7, ragged=False)
-    with rrfp.local([Remembering(), Remembering()], loss_fn=loss_fn).blocking() as pipe:
+    modules = [Remembering().eval(), Remembering().eval()]
+    with rrfp.local(modules, loss_fn=loss_fn).blocking() as pipe:
+        pipe.evaluate(batch.inputs, batch.targets, sizes=SIZES)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "wrote its buffer 'inner.last' (of Module) in F" in warning
+    caplog.clear()
+    norms = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double().eval() for _ in range(2)]
+    with rrfp.local([*norms], loss_fn=loss_fn).blocking() as pipe:
         pipe.evaluate(batch.inputs, batch.targets, sizes=SIZES)
     assert not caplog.records

@@ -23,8 +23,8 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.plan import StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.steps.plan import StepPlanner, StepRequest
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous

@@ -13,8 +13,8 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.plan import Plan, StepPlanner, StepRequest
-from rrfp.runtime.step_report import StepReporter
+from rrfp.runtime.steps.plan import Plan, StepPlanner, StepRequest
+from rrfp.runtime.steps.step_report import StepReporter
 
 MESH = Mesh((("pp", 1), ("dp", 2)))
 

@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transports.curved import curve, over_plain_tcp
 
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.registry import TransportSpec
 from rrfp.transports.rendezvous import StoreRendezvous
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.model.mesh import Mesh
-from rrfp.runtime.handshake import agree_on_ties, check_agreed
+from rrfp.runtime.start.handshake import agree_on_ties, check_agreed
 
 #: Ranks 0 and 1 are stages of one pipeline, 2 and 3 of the other.
 TWO = Topology.at(0, Mesh((("dp", 2), ("pp", 2))))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from rrfp import Topology
 from rrfp.compute.gradients.layout import encode
-from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.compute.gradients.tied import ProcessTies
+from rrfp.compute.gradients.ties import ProcessTies, Tie
 from rrfp.errors import ProtocolError
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
@@ -64,6 +63,7 @@ class OneRank:
             "copy": copy,
             "layout": self.layout,
             "requires_grad": True,
+            "checksum": None,
             "piece": index,
             "pieces": 2,
             **other,
@@ -121,6 +121,7 @@ async def test_another_sends_its_own_at_once_and_takes_the_sum() -> None:
     [
         (0, 1, 1, {"tie": 5}, "rank 1 sent gradients of a tie that cannot be read"),
         (0, 1, 1, {"layout": None}, "rank 1 sent gradients of a tie that cannot be read"),
+        (0, 1, 1, {"checksum": "x"}, "rank 1 sent gradients of a tie that cannot be read"),
         (0, 1, 1, {"tie": "other"}, "rank 1 sent gradients of tie 'other' that are not for rank 0"),
         (0, 1, 1, {"tie": "elsewhere"}, "rank 1 sent gradients of tie 'elsewhere' that are not for rank 0"),
         (0, 1, None, {}, "rank 1 sent gradients of tie 'it' that are not for rank 0"),

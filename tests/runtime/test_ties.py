@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.split import backward as split_backward
 from rrfp.model.placement import Layout
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.order import reordered
 from rrfp.testing.reference import reference
 from rrfp.transports.inproc import InprocTransport
@@ -221,6 +221,38 @@ def test_a_copy_that_is_frozen_alone_in_midst_of_training_is_an_error_that_names
     assert caught.value.origin.cause == (
         "StageError: tie 'embedding' is frozen on virtual stage 2 only, must be on all or none"
     )
+
+
+@pytest.mark.parametrize("stepped", [0, 1, 2])
+def test_copies_that_drift_apart_are_named_where_they_are_compared(stepped: int) -> None:
+    """As where an optimizer has one copy only. Steps that accumulate sum nothing, and compare nothing."""
+    ours, weights = tied(4, (1, 3))
+    optimizer = torch.optim.SGD([weights[stepped]], lr=0.1)
+    with run([*ours], {"embedding": weights}, check_replicas=3) as pipe:
+        for number in range(7):
+            pipe.step(*words(3, number), reduce_gradients=number % 2 == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(rrfp.PipelineAborted) as caught:  # in the fourth sum
+            pipe.step(*words(3))
+    others = ("virtual stage 1, virtual stage 3", "virtual stage 1", "virtual stage 3")[stepped]
+    assert caught.value.origin.cause == (
+        f"StageError: tie 'embedding' has other values on {others} than on virtual stage 0: must be the same, as the "
+        "gradients are. Does an optimizer step some copies only, or with another learning rate, or were values loaded "
+        "into one of them? (check_replicas=3 compares them.)"
+    )
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_copies_that_stay_equal_or_are_not_compared_train_on(every: int) -> None:
+    ours, weights = tied(3)
+    optimizer = torch.optim.SGD(weights if every else weights[:1], lr=0.1)
+    with run([*ours], {"embedding": weights}, check_replicas=every) as pipe:
+        for number in range(4):
+            pipe.step(*words(3, number))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(*weights) == bool(every)
 
 
 # The caller's ways to say it.

@@ -15,7 +15,7 @@ import rrfp
 from rrfp import Topology
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,15 @@ def set_anew(parts: list[nn.Module]) -> None:
     head.weight = nn.Parameter(head.weight.detach().clone())
 
 
+def emptied(parts: list[nn.Module]) -> None:
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        parts[0].to_empty(device="cpu")
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
 def another_module(parts: list[nn.Module]) -> None:
     parts[0][0] = nn.Embedding(20, 16, dtype=torch.float64)  # type: ignore[operator]
 
@@ -139,7 +148,13 @@ def removed(parts: list[nn.Module]) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before entering", "between steps"])
 @pytest.mark.parametrize(
     ("replace", "name", "stage"),
-    [(assigned, "0.weight", 0), (set_anew, "1.weight", 1), (another_module, "0.weight", 0), (removed, "1.weight", 1)],
+    [
+        (assigned, "0.weight", 0),
+        (emptied, "0.weight", 0),
+        (set_anew, "1.weight", 1),
+        (another_module, "0.weight", 0),
+        (removed, "1.weight", 1),
+    ],
 )
 def test_a_tied_parameter_that_was_replaced_is_refused(
     replace: Callable[[list[nn.Module]], None], name: str, stage: int, before: bool, objects: bool

@@ -11,7 +11,7 @@ from runtime.ranks import ThreadedRanks
 from runtime.toys import Bomb, Hold, Ones, data, loss_fn, stages
 
 import rrfp
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 
 BATCH = data(3)
 STALL_S = 0.1

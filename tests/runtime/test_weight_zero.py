@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.split import backward as split_backward
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
 
 TOLERANCE = 1e-12

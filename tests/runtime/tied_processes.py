@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.rng import replica_seed
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous
 

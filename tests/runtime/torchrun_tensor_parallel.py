@@ -34,7 +34,7 @@ from rrfp.compute.rng import replica_seed
 from rrfp.compute.split import backward as split_backward
 from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.model.placement import Placement
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
 
 RANK = int(os.environ["RANK"])

@@ -134,7 +134,19 @@ async def test_a_secret_on_one_rank_only_is_named_by_both_at_once() -> None:
     outcomes = await soon(asyncio.gather(*(end.start() for end in ends), return_exceptions=True), "both raise")
     assert [type(outcome) for outcome in outcomes] == [TransportError] * 2
     assert "store has an endpoint of rank 1 without a voucher: the rank has no secret" in str(outcomes[0])
-    assert "rank 0 has a secret, and rank 1 has none: set RRFP_SECRET_FILE" in str(outcomes[1])
+    assert "store has an endpoint of rank 0 with a voucher: the rank has a secret, and rank 1 has none" in str(
+        outcomes[1]
+    )
+
+
+async def test_a_voucher_that_a_stranger_writes_blames_the_store() -> None:
+    one, _ = makers.contexts(connect_timeout_s=30.0)
+    (end,) = over_tcp([replace(one, allow_insecure=True)])
+    await one.rendezvous.publish(endpoint_key(one, 1), b"tcp://127.0.0.1:1 - " + b"00" * 32 + b" " + b"00" * 32)
+    with pytest.raises(
+        TransportError, match=r"an endpoint of rank 1 with a voucher.*, or another program wrote to the"
+    ):
+        await soon(end.start(), "the refusal is raised")
 
 
 async def test_plain_and_encrypted_tensors_do_not_meet() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from rrfp import Limit
+from rrfp import Limit, Topology
 from rrfp.errors import ConfigError
 from rrfp.integrations.torch import private
 from rrfp.integrations.torch.private import Stage
@@ -102,8 +104,17 @@ def check_options(options: Mapping[str, Any], stages: Sequence[Stage]) -> None:
                 )
 
 
-def check_collectives(stage: Stage, *, coordinated: bool) -> None:
-    """Refuse collectives inside tasks, unless all ranks that join in them run tasks in the same order."""
+def ranks_in_order(mesh: DeviceMesh | None, coordinate: Sequence[str] | None) -> frozenset[int]:
+    """The ranks that run tasks in the same order as this one, itself included."""
+    if mesh is None:
+        return frozenset({dist.get_rank()})
+    topology = Topology.from_mesh(mesh, ("tp",) if coordinate is None else coordinate)
+    ranks = mesh.mesh.flatten().tolist()
+    return frozenset(ranks[rank] for rank in topology.group)
+
+
+def check_collectives(stage: Stage, in_order: Collection[int]) -> None:
+    """Refuse collectives inside tasks, unless all ranks that join in them run tasks in the same order: ``in_order``."""
     module, name = stage.submod, f"stage {stage.stage_index}"
     if (part := next(private.resharded(module), None)) is not None:
         raise ConfigError(
@@ -119,12 +130,22 @@ def check_collectives(stage: Stage, *, coordinated: bool) -> None:
                     f"{name}: {kind} is applied to {_named(path)}, must be applied to the stage's module too (then "
                     "torch's stage reduces once a step): gradients would be reduced in every backward"
                 )
-    if not coordinated and (parameter := next(private.sharded_otherwise(module), None)):
-        raise ConfigError(
-            f"{name}: parameter {parameter!r} is a DTensor, so tasks have collectives, and the ranks that join in them "
-            "must run tasks in the same order: pass mesh=, whose dims are pp and that of the DTensor, and coordinate= "
-            "with the name of the latter"
-        )
+    for what, members in _with_collectives(module):
+        if len(members) > 1 and not members.issubset(in_order):
+            raise ConfigError(
+                f"{name}: {what} over the ranks {sorted(members)}, so tasks have collectives, and the ranks that join "
+                "in them must be of this stage and run tasks in the same order: pass mesh=, whose dims are pp and "
+                "theirs, and coordinate= with the name of the latter"
+            )
+
+
+def _with_collectives(module: nn.Module) -> Iterator[tuple[str, frozenset[int]]]:
+    """What has collectives in every forward or backward, and the ranks that join in them."""
+    for name, members in private.sharded_otherwise(module):
+        yield f"parameter {name!r} is a DTensor", members
+    for path, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            yield f"{_named(path)} is a SyncBatchNorm", frozenset(dist.get_process_group_ranks(part.process_group))
 
 
 def check_prepared(stages: Sequence[Stage], microbatches: int) -> None:

@@ -158,9 +158,14 @@ def local_shard(tensor: Tensor | None) -> Tensor | None:
     return shard.requires_grad_(tensor.requires_grad)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a nesting."""
+    return list(filter(torch.is_tensor, tree_leaves(value)))
+
+
 def use_here(value: Any) -> None:
     """Keep the memory of the tensors in ``value``, which another stream has filled, until this stream is done."""
-    for tensor in filter(torch.is_tensor, tree_leaves(value)):
+    for tensor in tensors_in(value):
         shard = local_shard(tensor)
         assert shard is not None
         if shard.is_cuda:
@@ -284,8 +289,8 @@ def _state_of(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 
 
-def sharded_otherwise(module: nn.Module) -> Iterator[str]:
-    """The names of parameters that are DTensors on several ranks, beyond FSDP2's own dimensions of the mesh."""
+def sharded_otherwise(module: nn.Module) -> Iterator[tuple[str, frozenset[int]]]:
+    """The names and ranks of parameters that are DTensors on several ranks, beyond FSDP2's own dims of the mesh."""
     own: dict[int, Any] = {}
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -294,9 +299,12 @@ def sharded_otherwise(module: nn.Module) -> Iterator[str]:
                     own[id(each.sharded_param)] = group.mesh_info.mesh
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-            mesh = own.get(id(parameter))
-            if mesh is None or mesh.size() != parameter.device_mesh.size():
-                yield name
+            mesh, whole = own.get(id(parameter)), parameter.device_mesh
+            if mesh is None or mesh.size() != whole.size():
+                fixed = () if mesh is None else mesh.mesh_dim_names or ()
+                at = zip(whole.mesh_dim_names or ("",) * whole.ndim, whole.get_coordinate() or (), strict=True)
+                others = tuple([index if dim in fixed else slice(None) for dim, index in at])
+                yield name, frozenset(whole.mesh[others].flatten().tolist())
 
 
 def reduce_ddp(stage: Stage) -> None:

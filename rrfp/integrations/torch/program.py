@@ -96,6 +96,8 @@ class StageTasks(StageProgram):
         self._modes = CallerModes.capture(step.mode if self._has_grad_mode else Mode.FORWARD)
         self.step_losses.clear()
         self.step_outputs.clear()
+        #: Who made what of these, its tensor, and torch's count of the writes then.
+        self._kept: list[tuple[str, Tensor, int | None]] = []
         self._received: dict[tuple[int, int], tuple[Tensor | None, ...]] = {}
         #: By microbatch and stage: the work that B has left to W, and the addresses in which no gradient may lie.
         self._left: dict[tuple[int, int], tuple[Callable[[], None], frozenset[int]]] = {}
@@ -132,6 +134,9 @@ class StageTasks(StageProgram):
 
     def losses(self) -> Mapping[int, float]:
         """See `rrfp.StageProgram.losses`. None where one is no ordinary scalar, as a DTensor or an evaluation's."""
+        for what, tensor, version in self._kept:
+            if _version(tensor) != version:
+                raise StageError(f"{what} after it had returned it: return a clone (x.clone())")
         if not all(private.is_plain_scalar(loss) for loss in self.step_losses.values()):
             return {}
         return {m: float(loss.detach()) for m, loss in self.step_losses.items()}
@@ -158,7 +163,7 @@ class StageTasks(StageProgram):
                 if stage.has_backward:
                     self._received[m, v] = received
             if stage.is_last:
-                self._keep(m, output, data)
+                self._keep(stage, m, output, data)
         outputs = () if stage.is_last else private.outputs_of(output)
         try:
             payload = Payload.pack(tuple(map(private.local_shard, outputs))).sent()
@@ -168,12 +173,21 @@ class StageTasks(StageProgram):
             stage.clear_runtime_states()
         return payload
 
-    def _keep(self, microbatch: int, output: Any, data: StepData) -> None:
+    def _keep(self, stage: Stage, microbatch: int, output: Any, data: StepData) -> None:
+        name = f"{type(stage.submod).__name__} on stage {stage.stage_index}"
         if data.loss is not None:
             target = None if data.targets is None else data.targets[microbatch]
             self.step_losses[microbatch] = data.loss(output, target)
+            self._watch(
+                f"{name}, or loss_fn, wrote into the loss of microbatch {microbatch}", self.step_losses[microbatch]
+            )
         if data.keeps_outputs:
             self.step_outputs[microbatch] = output
+            self._watch(f"{name} wrote into the output of microbatch {microbatch}", output)
+
+    def _watch(self, what: str, value: Any) -> None:
+        """A later task must not write into the tensors of ``value``, which the caller will get."""
+        self._kept += [(what, tensor, _version(tensor)) for tensor in private.tensors_in(value)]
 
     def _backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
         _, m, v = task
@@ -244,7 +258,12 @@ def _sent_gradient(gradient: Tensor | None, received: Tensor | None) -> Tensor |
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    return [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    return [None if tensor is None else _version(tensor) for tensor in tensors]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Torch's count of the writes into ``tensor``; an inference tensor has none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _check_unwritten(stage: Stage, received: Sequence[Tensor | None], versions: Sequence[int | None]) -> None:

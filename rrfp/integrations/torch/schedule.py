@@ -177,8 +177,9 @@ class ScheduleRRFP(TorchSchedule):
                 listed = checks.check_stages(stages)
                 checks.check_mesh(mesh, coordinate, listed[0])
                 checks.check_options(options, listed)
+                in_order = checks.ranks_in_order(mesh, coordinate)
                 for stage in listed:
-                    checks.check_collectives(stage, coordinated=mesh is not None)
+                    checks.check_collectives(stage, in_order)
         super().__init__(
             listed,
             n_microbatches,

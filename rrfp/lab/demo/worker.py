@@ -24,9 +24,9 @@ from rrfp.lab.demo.text import batches, load_text
 from rrfp.lab.emulated import PacedStage, table_durations
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
-from rrfp.pipeline.blocking import BlockingPipeline
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.partition import Partition
-from rrfp.runtime.result import StepResult
+from rrfp.runtime.steps.result import StepResult
 from rrfp.trace.plain import to_plain
 
 

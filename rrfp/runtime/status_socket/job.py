@@ -105,11 +105,7 @@ class Job:
 
 
 def find_job(wanted: str | None) -> Job:
-    """The job of this user on this host.
-
-    Args:
-        wanted: the id of one of its processes, or the path of a socket; None where there is only one.
-    """
+    """The job of this user on this host that has the process id, or the socket, ``wanted``; None: the only one."""
     if wanted is not None and not wanted.isdecimal():
         return _at(Path(wanted))
     folder = chosen_folder()

@@ -20,7 +20,7 @@ from zmq.utils import z85
 
 from rrfp.errors import ConfigError, TransportError
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.secret import Secret
+from rrfp.transports.secret import Secret, not_expected
 from rrfp.transports.zmq.gate import Gate, guard
 
 _KEY_BYTES = 32
@@ -40,7 +40,7 @@ DATA_CHANNELS: tuple[Channel, ...] = (Channel.FORWARD, Channel.BACKWARD)
 
 
 class Published(NamedTuple):
-    """What a rank publishes, as text with blanks between the fields; those at the end that are empty are left out."""
+    """What a rank publishes, as text with blanks between the fields."""
 
     #: Of all channels, or of control alone.
     endpoint: str
@@ -148,9 +148,7 @@ class Security:
         if self._secret is not None:
             self._check_voucher(self._secret, peer, published)
         elif published.voucher:
-            raise TransportError(
-                f"rank {peer} has a secret, and rank {self._context.rank} has none: set RRFP_SECRET_FILE on all hosts"
-            )
+            raise not_expected(f"an endpoint of rank {peer}", f"rank {self._context.rank}")
         elif published.is_tcp:
             check_plain_tcp(self._context, published.endpoint)
         return published

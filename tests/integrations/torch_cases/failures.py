@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from integrations.torch_parts import WIDTH, Block, Rank, batch
+from integrations.torch_parts import WIDTH, Block, Rank, batch, loss_fn
 from torch import Tensor, nn
 
 import rrfp
@@ -72,6 +72,47 @@ def a_write_into_a_returned_tensor_is_named() -> None:
         ),
     ):
         rank.schedule.step(*args, **kwargs)
+
+
+class Counts(Block):
+    """Returns a buffer that its next call writes, and counts on the last rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2, 1))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        output = super().forward(x, scale)
+        if dist.get_rank() + 1 < dist.get_world_size():
+            return output
+        self.last: Tensor
+        self.last = self.last.detach()
+        return self.last.copy_(output.mean(tuple(range(1, output.ndim)))[:, None])
+
+
+def a_buffer_returned_by_the_last_stage_is_named() -> None:
+    """Merged, all microbatches would have the values of the last one."""
+    for call in ("step", "eval"):
+        rank = Rank(1, 4, make=Counts, loss=lambda output, target: output.mean())
+        args, kwargs = rank.arguments(*batch(0, 8), [])
+        match = r"StageError: Counts on stage \d wrote into the output of microbatch 0 after it had returned it: return"
+        with _without_a_launcher(), pytest.raises(rrfp.PipelineAborted, match=match):
+            getattr(rank.schedule, call)(*args, **kwargs)
+
+
+def a_loss_that_is_written_later_is_named() -> None:
+    total = torch.zeros(())
+
+    def add_up(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal total
+        total = total.detach()
+        return total.add_(loss_fn(output, target))
+
+    rank = Rank(1, 4, loss=add_up)
+    args, kwargs = rank.arguments(*batch(0, 8), [])
+    match = r"StageError: Block on stage \d, or loss_fn, wrote into the loss of microbatch 0 after it had returned it"
+    with _without_a_launcher(), pytest.raises(rrfp.PipelineAborted, match=match):
+        rank.schedule.step(*args, **kwargs, return_outputs=False)
 
 
 class Fails(Block):

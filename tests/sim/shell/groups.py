@@ -31,13 +31,13 @@ from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.memory.admission import Limit
 from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.pipeline.handle import PipelineHandle
+from rrfp.pipeline.faces import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
 from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.plan import StepPlanner
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.steps.plan import StepPlanner
 from rrfp.trace.spans import MessageSpan, TaskSpan
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous

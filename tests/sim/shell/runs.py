@@ -27,13 +27,13 @@ from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode
 from rrfp.model.visits import Skipped, Visits
-from rrfp.pipeline.handle import PipelineHandle
+from rrfp.pipeline.faces import PipelineHandle
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.options import complete
 from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
-from rrfp.runtime.plan import Plan, StepPlanner, StepRequest
 from rrfp.runtime.stage_runner import StageRunner
+from rrfp.runtime.steps.plan import Plan, StepPlanner, StepRequest
 from rrfp.testing.clock import TimerLane, run_virtual
 from rrfp.trace.spans import WaitSpan
 from rrfp.transports.base import TransportContext

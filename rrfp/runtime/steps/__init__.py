@@ -1,0 +1,1 @@
+"""One step of a rank: the request, its plan, what ranks tell each other about it, and its result."""
