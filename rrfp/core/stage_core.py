@@ -14,6 +14,7 @@ the shell aborts the pipeline with it rather than compute a wrong gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -24,9 +25,8 @@ from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ConfigError, HintError, ProtocolError, Sender
-from rrfp.memory.admission import Limit
+from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.measured import MeanDurations, Measured
-from rrfp.memory.memory_rule import rule_of
 from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
@@ -83,9 +83,15 @@ class StageView:
         return self._step.size_correlation
 
     @property
+    def visits(self) -> Visits:
+        """Which virtual stages each microbatch visits."""
+        return self._step.visits
+
+    @property
     def skipped(self) -> tuple[frozenset[int], ...]:
-        """By microbatch, the virtual stages that it does not visit."""
-        return self._step.visits.skipped
+        """The old form of `visits`."""
+        warnings.warn("view.skipped is now view.visits.skipped", DeprecationWarning, stacklevel=2)
+        return self.visits.skipped
 
     @property
     def slots(self) -> int | None:
@@ -354,7 +360,10 @@ class StageCore:
             raise ConfigError(f"microbatches is {event.microbatches}, must be at least 1")
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
-        step_id, visits = StepId(event.step, event.mode, event.microbatches), Visits(event.microbatches, event.skipped)
+        visits = Visits(event.microbatches) if event.visits is None else event.visits
+        if visits.microbatches != event.microbatches:
+            raise ConfigError(f"visits are of {visits.microbatches} microbatches, must be of {event.microbatches}")
+        step_id = StepId(event.step, event.mode, event.microbatches)
         context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self._in_order))
         rule = self._admission or rule_of(self.limit.rule, context)
         visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]

@@ -231,6 +231,11 @@ class CostTable:
         return self.num_virtual_stages - 1 if self.graph is None else len(self.graph.edges or ())
 
     @property
+    def visits(self) -> Visits:
+        """Which virtual stages each microbatch visits."""
+        return Visits(self.microbatches, self.skipped)
+
+    @property
     def num_tasks(self) -> int:
         """Tasks of the step."""
         visits = self.num_virtual_stages * self.microbatches - sum(map(len, self.skipped))

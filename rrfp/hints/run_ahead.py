@@ -34,7 +34,6 @@ from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.memory.branches import plain_stages
 from rrfp.model.tasks import LOCAL_KINDS, F, Kind, Mode, Task
-from rrfp.model.visits import Visits
 
 
 class RunAhead:
@@ -116,7 +115,7 @@ class _Stage:
     """One stage in one step."""
 
     def __init__(self, view: View) -> None:
-        graph, self._visits = view.graph, Visits(view.microbatches, view.skipped)
+        graph, self._visits = view.graph, view.visits
         self.is_plain = view.stage in plain_stages(graph, self._visits.patterns)
         self.virtual_stages = view.placement.virtual_stages(view.stage)
         self.distance = graph.distance_to_sink(view.stage)

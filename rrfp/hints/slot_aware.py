@@ -37,7 +37,6 @@ from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.hints.run_ahead import EncoderAware
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import B, F, Task, W
-from rrfp.model.visits import Visits
 
 
 class SlotAware(EncoderAware):
@@ -69,7 +68,7 @@ class SlotAware(EncoderAware):
         super().open_step(view)
         graph, here = view.graph, view.placement.virtual_stages(view.stage)
         chunks, distance = len(here), graph.distance_to_sink(view.stage)
-        visits = Visits(view.microbatches, view.skipped)
+        visits = view.visits
         self._depth = distance * chunks
         self._forwards = sum(len(visits.visitors(v)) for v in here)
         self._is_counted = graph.is_chain and not visits.are_partial

@@ -17,12 +17,10 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
-from rrfp.memory.admission import Limit
-from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.rules import RuleContext
 from rrfp.memory.size_order import followed, least
 from rrfp.model.tasks import F, Mode
-from rrfp.model.visits import Visits
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.
@@ -223,8 +221,8 @@ def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit]) -> Si
 
 def _most_held(costs: CostTable, stage: int, limit: Limit, count: int) -> int:
     """The microbatches that a stage holds at most; by some rules D may pass K * C."""
-    graph, visits, chunks = costs.to_graph(), Visits(costs.microbatches, costs.skipped), costs.chunks_of(stage)
-    rule = rule_of(limit.rule, RuleContext(graph, stage, visits, Mode.TRAIN, is_forced=False))
+    graph, chunks = costs.to_graph(), costs.chunks_of(stage)
+    rule = rule_of(limit.rule, RuleContext(graph, stage, costs.visits, Mode.TRAIN, is_forced=False))
     return -(-rule.bound(count * chunks, chunks) // chunks)
 
 

@@ -1,13 +1,26 @@
-"""How much a stage may hold: the limit that a user asks for. `rrfp.memory.rules` says what a limit admits."""
+"""How much a stage may hold: the limit that a user asks for, and the rules that it may name, which say what it admits.
+
+Rules of different stages fit together, as the proofs in docs/memory-rules.md show.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from rrfp.errors import ConfigError
-from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
+from rrfp.memory.banker import Banker
+from rrfp.memory.rules import MemoryRule, Paper, Reserve, RuleContext, Staircase
+
+#: One row a rule on slots; each names the rule on bytes that goes with it (`rrfp.memory.byte_limit`).
+RULES: Final[Mapping[str, type[MemoryRule]]] = {rule.name: rule for rule in (Staircase, Paper, Reserve, Banker)}
+
+#: Those that a limit may ask for, and the one that it asks for by default.
+OFFERED_RULES: Final = tuple(name for name, rule in RULES.items() if rule.is_offered)
+DEFAULT_RULE: Final = Staircase.name
 
 LIMIT_PRESETS = ("1f1b", "n", "2n")
 
@@ -100,3 +113,8 @@ def bytes_of(spec: object) -> int | None:
     """The bytes of a text such as ``8GB``; None for anything else."""
     size = _SIZE.fullmatch(spec) if isinstance(spec, str) else None
     return None if size is None else int(size[1]) * _UNITS[size[2]]
+
+
+def rule_of(asked: str, context: RuleContext) -> type[MemoryRule]:
+    """The rule of a stage whose limit asks for ``asked``."""
+    return RULES[RULES[asked].stand_in(context)]

@@ -6,7 +6,7 @@ has completed. Forward only, the slot is free when every successor has consumed 
 chunk tasks; there are K * C. Backwards and weight tasks free memory: only the paper's rule ever blocks both.
 
 Each rule is a class with its statement, the most that D reaches, a check of who holds slots, and what stands in for it
-on stages that it is not right for. `rrfp.memory.memory_rule` has one row for each.
+on stages that it is not right for. `rrfp.memory.admission` has one row for each.
 
 - **Bytes** (`rrfp.memory.byte_limit`, beside any rule but the paper's): a forward of chunk c starts only while the
   bytes held fit together with those that it is expected to hold, with room for one forward of each deeper chunk (and,

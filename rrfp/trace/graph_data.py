@@ -37,9 +37,10 @@ def skipped_from_plain(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
             f"args.{SKIPPED} is {reprlib.repr(plain)}, must be lists of microbatches by virtual stage: "
             f"{', '.join(numbers) or 'none, as the run has no graph'}"
         )
-    skips = (
-        (whole(f"args.{SKIPPED}.{name}", microbatch, error=value_error), numbers[name])
-        for name, microbatches in plain.items()
-        for microbatch in (microbatches if isinstance(microbatches, list) else [None])
-    )
+    skips = []
+    for name, microbatches in plain.items():
+        field = f"args.{SKIPPED}.{name}"
+        if not isinstance(microbatches, list):
+            raise value_error(field, f"is {reprlib.repr(microbatches)}, must be a list of microbatches")
+        skips += [(whole(field, microbatch, error=value_error), numbers[name]) for microbatch in microbatches]
     return tuple(sorted(skips))

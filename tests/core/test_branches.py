@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrfp.errors import ConfigError
-from rrfp.memory.admission import Limit
-from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.rules import RuleContext
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement

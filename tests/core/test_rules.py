@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES
 from rrfp.memory.rules import SlotCounts
 
 #: Two chunks, four microbatches.

@@ -11,14 +11,14 @@ from rrfp.core import events as ev
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.priorities import BackwardForward
-from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.graph_cases import random_visits
 from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, StageProblem, _Explorer, explore
 from rrfp.memory.admission import Limit
 from rrfp.memory.rules import Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 
 SKIPPING = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 
@@ -137,7 +137,7 @@ def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
     stages, step = graph.placement.stages, StepId(0, mode, 4)
     limits = tuple(Limit(Limit.resolve(limit, stage, stages).microbatches, rule=rule) for stage in range(stages))
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), None, (1,) * 4)
+        StageProblem(graph, step, Visits(4), stage, limit, frozenset(in_order), None, (1,) * 4)
         for stage, limit in enumerate(limits)
     ]
     explorer = _Explorer(problems, {})
@@ -161,14 +161,14 @@ def test_the_same_on_graphs_with_branches_whose_parts_are_skipped(mode: Mode) ->
     step, limits = StepId(0, mode, 3), [Limit(1), Limit(2), Limit(1)]
     for seed in range(20):
         rng = random.Random(seed)
-        skipped = random_skips(4, 3, rng)
+        visits = random_visits(4, 3, rng)
         problems = [
-            StageProblem(graph, step, stage, limit, frozenset(), None, (1,) * 3, skipped=skipped)
+            StageProblem(graph, step, visits, stage, limit, frozenset(), None, (1,) * 3)
             for stage, limit in enumerate(limits)
         ]
         explorer = _Explorer(problems, {})
         cores = [StageCore(graph, stage, BackwardForward(), limit) for stage, limit in enumerate(limits)]
-        for ran in live_run(cores, step, rng, skipped):
+        for ran in live_run(cores, step, rng, visits):
             state = tuple(sum(explorer.bits[task.kind, task.virtual_stage] for task in of_one) for of_one in ran)
             for core, oracle in zip(cores, explorer.oracles, strict=True):
                 answer = oracle.answer(state)
@@ -181,12 +181,12 @@ def test_the_same_on_graphs_with_branches_whose_parts_are_skipped(mode: Mode) ->
 
 
 def live_run(
-    cores: list[StageCore], step: StepId, rng: random.Random, skipped: tuple[Skipped, ...] = ()
+    cores: list[StageCore], step: StepId, rng: random.Random, visits: Visits | None = None
 ) -> Iterator[list[list[Task]]]:
     """Let random stages run random ready tasks, at once and with instant delivery; what has run, by microbatch."""
     ran: list[list[Task]] = [[] for _ in range(step.microbatches)]
     for core in cores:
-        core.apply(ev.StepOpened(step.number, step.mode, step.microbatches, skipped=skipped))
+        core.apply(ev.StepOpened(step.number, step.mode, step.microbatches, visits=visits))
     while choices := [(core, task) for core in cores for task in core.ready]:
         core, task = rng.choice(choices)
         core.apply(ev.Enqueued(task))
@@ -198,4 +198,4 @@ def live_run(
         ran[task.microbatch].append(task)
         yield ran
     tasks = (task for core in cores for task in core.graph.tasks(core.stage, step.microbatches, step.mode))
-    assert sum(map(len, ran)) == sum(map(Visits(step.microbatches, skipped).exists, tasks))
+    assert sum(map(len, ran)) == sum(map((visits or Visits(step.microbatches)).exists, tasks))

@@ -10,7 +10,7 @@ import pytest
 from batches import long
 
 from rrfp.lab.explore.cases import RULE_NAMES, Backward, Grid
-from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
+from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_visits, slots_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import Limit
 from rrfp.memory.rules import Reserve, Staircase
@@ -108,10 +108,10 @@ def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
 def test_every_rule_on_every_graph_of_three_virtual_stages(rule: str, table: tuple[int, ...]) -> None:
     for number, edges in enumerate(graphs_of(3)):
         rng = random.Random(number)
-        skipped = random_skips(3, 2, rng) if rng.random() < 0.5 else ()
+        visits = random_visits(3, 2, rng) if rng.random() < 0.5 else None
         forced = everywhere(Kind.B, 3) if rng.random() < 0.3 else ()
         for slots in slots_of(table, 2, most_spare=1):
-            case = GraphCase(table, edges, 2, slots, skipped, rng.random() < 0.3, rule=rule, in_order=forced)
+            case = GraphCase(table, edges, 2, slots, visits, rng.random() < 0.3, rule=rule, in_order=forced)
             reduced, whole = (case.explore(reduce=reduce) for reduce in (True, False))
             assert what_matters(reduced) == what_matters(whole), case
 

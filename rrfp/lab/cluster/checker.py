@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.memory.admission import Limit
+from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.byte_limit import ByteLimit
-from rrfp.memory.memory_rule import rule_of
 from rrfp.memory.rules import MemoryRule, RuleContext, SlotCounts
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, Mode, StepId, Task

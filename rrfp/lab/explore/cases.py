@@ -16,8 +16,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Limit
-from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES, Limit
 from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement

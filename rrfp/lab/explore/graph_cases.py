@@ -19,7 +19,7 @@ from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Visits
 
 #: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
 #: reserve rule where an order is forced: that one is wrong where branches join.
@@ -50,8 +50,8 @@ class GraphCase:
     microbatches: int
     #: Of each stage, in chunk tasks.
     slots: tuple[int, ...]
-    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
-    skipped: tuple[Skipped, ...] = ()
+    #: What each microbatch visits; None: everything.
+    visits: Visits | None = None
     #: Whether backward is split.
     is_split: bool = False
     #: Training or forward only.
@@ -84,14 +84,15 @@ class GraphCase:
             self.mode,
             in_order=self.in_order,
             admission=self._admission,
-            skipped=self.skipped,
+            visits=self.visits,
             reduce=reduce is not False,
             oracles=oracles,
         )
 
     def __str__(self) -> str:
         edges = " ".join(f"{u}->{v}" for u, v in self.edges) or "no edges"
-        skipped = [f"{m} skips {' '.join(map(str, sorted(vs)))}" for m, vs in enumerate(self.skipped) if vs]
+        skips = enumerate(self.visits.skipped if self.visits else ())
+        skipped = [f"{m} skips {' '.join(map(str, sorted(vs)))}" for m, vs in skips if vs]
         step = "forward only" if self.mode is Mode.FORWARD else "split backward" if self.is_split else "whole backward"
         order = [f"{kind}@{v}" for kind, v in self.in_order]
         parts = [
@@ -120,7 +121,7 @@ def tables_of(count: int) -> Iterator[tuple[int, ...]]:
 def slots_of(
     table: Sequence[int],
     microbatches: int,
-    skipped: Sequence[Skipped] = (),
+    visits: Visits | None = None,
     # So many slots above the fewest at most; None: no bound.
     most_spare: int | None = None,
 ) -> Iterator[tuple[int, ...]]:
@@ -128,16 +129,17 @@ def slots_of(
     choices = []
     for stage in range(max(table) + 1):
         here = {v for v, at in enumerate(table) if at == stage}
-        taken = [len(here - skips) for skips in skipped or [frozenset[int]()] * microbatches]
+        taken = [len(here - (visits.skipped_by(m) if visits else frozenset())) for m in range(microbatches)]
         fewest, most = max(1, *taken), max(1, sum(taken))
         spare = most - fewest if most_spare is None else min(most_spare, most - fewest)
         choices.append(range(fewest, fewest + spare + 1))
     yield from product(*choices)
 
 
-def random_skips(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> tuple[Skipped, ...]:
-    """For each microbatch, the virtual stages that it skips by chance."""
-    return tuple(frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches))
+def random_visits(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> Visits:
+    """Each microbatch skips some of ``count`` virtual stages by chance."""
+    skipped = [frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches)]
+    return Visits(microbatches, tuple(skipped))
 
 
 def everywhere(kind: Kind, count: int) -> tuple[ForcedOrder, ...]:

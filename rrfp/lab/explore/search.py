@@ -57,13 +57,12 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import describe, wait_line
 from rrfp.lab.unused_hint import UnusedHint
-from rrfp.memory.admission import Limit
-from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import ENDING_KINDS, KINDS, F, Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
 State = tuple[int, ...]
@@ -79,6 +78,7 @@ class StageProblem:
 
     graph: TaskGraph
     step: StepId
+    visits: Visits
     stage: int
     limit: Limit
     #: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows only that
@@ -90,8 +90,6 @@ class StageProblem:
     sizes: tuple[int, ...]
     #: For each microbatch, the number that is known of its forwards beforehand.
     estimates: tuple[int, ...] | None = None
-    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
-    skipped: tuple[Skipped, ...] = ()
     #: Bytes that a split backward adds, until its weight task has run.
     growth: int = 0
 
@@ -106,11 +104,6 @@ class StageProblem:
     def serves(self) -> bool:
         """Whether a full stage serves its lowest microbatch, gating backwards too."""
         return self.rule.drains_in_order
-
-    @property
-    def visits(self) -> Visits:
-        """Which virtual stages each microbatch visits."""
-        return Visits(self.step.microbatches, self.skipped)
 
     @property
     def rule(self) -> type[MemoryRule]:
@@ -131,7 +124,7 @@ class StageProblem:
             self.graph, self.stage, UnusedHint(), self.limit, in_order=self.in_order, admission=self.admission
         )
         step, visits = self.step, self.visits
-        core.apply(StepOpened(step.number, step.mode, step.microbatches, self.estimates, skipped=self.skipped))
+        core.apply(StepOpened(step.number, step.mode, step.microbatches, self.estimates, visits=visits))
         for microbatch, estimate in enumerate(self.estimates or ()):
             for virtual_stage in self.graph.placement.virtual_stages(self.stage):
                 if virtual_stage not in visits.skipped_by(microbatch):
@@ -359,7 +352,7 @@ def explore(
     admission: type[MemoryRule] | None = None,
     sizes: Sequence[int] | None = None,
     estimates: Sequence[int] | None = None,
-    skipped: Sequence[Skipped] = (),
+    visits: Visits | None = None,
     growth: int = 0,
     reduce: bool = True,
     oracles: Oracles | None = None,
@@ -376,7 +369,7 @@ def explore(
             what the core chooses for each stage.
         sizes: bytes that a chunk task of each microbatch holds, for byte limits; one each by default.
         estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.
-        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
+        visits: which virtual stages each microbatch visits; None: all.
         growth: bytes that a split backward adds, until its weight task has run.
         reduce: leave out orders that cannot matter; False visits every reachable state.
         oracles: what stages have answered in earlier explorations; added to.
@@ -386,9 +379,9 @@ def explore(
     resolved = [Limit.resolve(spec, stage, stages) for stage, spec in enumerate(specs)]
     held = (1,) * microbatches if sizes is None else tuple(sizes)
     known = None if estimates is None else tuple(estimates)
-    step = StepId(0, mode, microbatches)
+    step, own = StepId(0, mode, microbatches), visits or Visits(microbatches)
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known, tuple(skipped), growth)
+        StageProblem(graph, step, own, stage, limit, frozenset(in_order), admission, held, known, growth)
         for stage, limit in zip(range(stages), resolved, strict=True)
     ]
     return _Explorer(problems, {} if oracles is None else oracles).run(

@@ -238,7 +238,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         )
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        return replace(super().opened(step), skipped=self._scenario.visits_of(step).skipped)
+        return replace(super().opened(step), visits=self._scenario.visits_of(step))
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
         scenario, parallelism = self._scenario, self._parallelism

@@ -17,7 +17,7 @@ from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.graph_cases import random_visits
 from rrfp.lab.faults.faults import (
     AnyId,
     Death,
@@ -33,8 +33,7 @@ from rrfp.lab.faults.faults import (
     Swap,
 )
 from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario
-from rrfp.memory.admission import Limit
-from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES, Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import SENT_TO, Kind, Mode, StepId, Task
@@ -220,8 +219,9 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         graph = _branches(branches)
     stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     steps = _steps(shape)
-    skipped = random_skips(count, steps[0].microbatches, branches) if branches.random() < has_branches / 2 else ()
-    steps = steps[:1] if any(skipped) else steps
+    has_skips = branches.random() < has_branches / 2
+    visits = random_visits(count, steps[0].microbatches, branches) if has_skips else None
+    steps = steps[:1] if visits is not None and visits.are_partial else steps
     most = max(step.microbatches for step in steps)
     durations, latencies = _durations(shape, count, most), _latencies(shape, count, most)
     control_latency = shape.choice([0.0, 0.1, 1.0]) * shape.random()
@@ -258,7 +258,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         faults=(),
         parallelism=parallelism,
         takes_offers=_takes_offers(seed, depth, parallelism, limits),
-        skipped=skipped,
+        visits=visits if visits is not None and visits.are_partial else None,
     )
     return replace(scenario, faults=RandomFaults(random.Random(f"{seed} faults"), scenario).draw())
 

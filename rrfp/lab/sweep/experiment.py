@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rrfp.errors import ConfigError
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES, counts_bytes
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload, as_option
-from rrfp.memory.memory_rule import DEFAULT_RULE, OFFERED_RULES, RULES
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES
 
 # What computes is imported where it is used: `rrfp --help` looks at the fields, and must not wait for numpy.
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import Any
 
 from rrfp.lab.limit_texts import SAME_BYTES
 from rrfp.lab.sweep.runs import SweepRow
-from rrfp.memory.admission import Limit
-from rrfp.memory.memory_rule import DEFAULT_RULE
+from rrfp.memory.admission import DEFAULT_RULE, Limit
 
 #: The columns that a workload has beside its seed, and those of a method.
 WORKLOAD_COLUMNS = (

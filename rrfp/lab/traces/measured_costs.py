@@ -15,7 +15,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
 from rrfp.model.plain_graph import edge_names
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 from rrfp.trace.spans import Skip, StepTrace, TaskSpan
 
 
@@ -70,8 +70,8 @@ class TracedStep:
     #: For each message between stages whose arrival is known, by the task that made it and the stage that it went to:
     #: seconds from the end of that task to the arrival.
     latencies: Mapping[tuple[Task, int], float]
-    #: Of a graph, by microbatch the virtual stages that have no tasks; empty: all have.
-    skipped: tuple[Skipped, ...] = ()
+    #: Which virtual stages of a graph have tasks of each microbatch.
+    visits: Visits
     #: Of its microbatches, where they were recorded.
     sizes: tuple[float, ...] | None = None
 
@@ -98,10 +98,10 @@ def traced_step(trace: StepTrace, num_stages: int, graph: TaskGraph | None = Non
         shape = Shape(num_stages, chunks, "table", kinds, graph)
     latencies = _traced_latencies(trace, tasks, shape.to_graph())
     seconds = trace.end - trace.start
-    skipped = _by_microbatch(trace.skipped, microbatches)
+    visits = _visits(trace.skipped, microbatches)
     if trace.sizes is not None and len(trace.sizes) != microbatches:
         raise ConfigError(f"sizes has {len(trace.sizes)} entries, must have {microbatches}, one a microbatch")
-    return TracedStep(trace.step, shape, microbatches, seconds, tasks, latencies, skipped, trace.sizes)
+    return TracedStep(trace.step, shape, microbatches, seconds, tasks, latencies, visits, trace.sizes)
 
 
 def _tasks(trace: StepTrace) -> dict[Task, TaskSpan]:
@@ -169,13 +169,13 @@ def _check_placed(spans: Iterable[TaskSpan], graph: TaskGraph) -> None:
             raise ConfigError(f"{span.task} ran on stage {span.stage}, and the graph has that virtual stage {placed}")
 
 
-def _by_microbatch(skips: Iterable[Skip], microbatches: int) -> tuple[Skipped, ...]:
+def _visits(skips: Iterable[Skip], microbatches: int) -> Visits:
     by_microbatch: list[set[int]] = [set() for _ in range(microbatches)]
     for microbatch, v in skips:
         if microbatch >= microbatches:
             raise ConfigError(f"microbatch {microbatch} skips a virtual stage, and has no task at all")
         by_microbatch[microbatch].add(v)
-    return tuple(map(frozenset, by_microbatch)) if any(by_microbatch) else ()
+    return Visits(microbatches, tuple(map(frozenset, by_microbatch)))
 
 
 def _placement(stage_of: list[int], num_stages: int) -> tuple[int, Layout]:
@@ -268,7 +268,7 @@ def measured_costs(
     steps = [each for _, each in named if each.microbatches == microbatches]
     left_out.update(f"of {each.microbatches} microbatches" for _, each in named if each.microbatches != microbatches)
     chosen = steps
-    if step in ("median", "mean") and len({each.skipped for each in steps}) > 1:
+    if step in ("median", "mean") and len({each.visits for each in steps}) > 1:
         raise ConfigError(
             f"step is {step!r}, and microbatches skip other parts in one step than in another: must be 'typical' or "
             "the number of a step"
@@ -321,9 +321,9 @@ def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: 
 
 def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> tuple[CostTable, int, int]:
     """The table, and how many latencies are measured and filled in."""
-    shape, microbatches, skipped = steps[0].shape, steps[0].microbatches, steps[0].skipped
+    shape, microbatches, visits = steps[0].shape, steps[0].microbatches, steps[0].visits
     sizes = steps[0].sizes if len({step.sizes for step in steps}) == 1 else None
-    graph, visits = shape.to_graph(), Visits(microbatches, skipped)
+    graph = shape.to_graph()
     forward, backward = (_latencies(steps, graph, kind, middle) for kind in SENT_TO)
     sent = [_sent(graph, visits, kind) for kind in SENT_TO]
     filled = sum(int(np.isnan(rows[mask]).sum()) for rows, mask in zip((forward, backward), sent, strict=True))
@@ -341,7 +341,7 @@ def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> 
         "sizes": sizes,
     }
     if shape.graph is not None:
-        table = CostTable.of_graph(shape.graph, microbatches, skipped=skipped, **others)
+        table = CostTable.of_graph(shape.graph, microbatches, skipped=visits.skipped, **others)
     else:
         table = CostTable(shape.stages, shape.chunks, shape.placement, microbatches, **others)
     if latency is not None:
