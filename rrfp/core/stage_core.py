@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from rrfp.core import events as ev
+from rrfp.core.event_history import EventHistory, Known
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder, ReadySet
@@ -162,6 +163,7 @@ class StageCore:
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
         admission: the memory rule; None: what the limit asks for, or what stands in for that. Only the explorer passes
             one, to show what is wrong with it.
+        history: keeps the events that this core is told.
     """
 
     def __init__(
@@ -174,14 +176,16 @@ class StageCore:
         group: GroupMembership | None = None,
         in_order: Collection[ForcedOrder] = (),
         admission: type[MemoryRule] | None = None,
+        history: EventHistory | None = None,
     ) -> None:
         self.graph = graph
         self.stage = stage
         self.hint = hint
         self.limit = limit if limit is not None else Limit()
         self.group = group if group is not None else GroupMembership()
-        self._in_order = frozenset(in_order)
+        self.in_order = frozenset(in_order)
         self._admission = admission
+        self.history = history
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
         self._seen_sizes = {mode: SeenSizes(graph.placement.chunks_of(stage)) for mode in Mode}
         self._durations = MeanDurations()
@@ -197,6 +201,10 @@ class StageCore:
         """Take in ``event``; returns what the shell has to do about it, in order."""
         if self._is_aborted:
             return ()
+        if (history := self.history) is not None:
+            if type(event) is ev.StepOpened:
+                history.begin(self.known())
+            history.note(event)
         if (take_in := _TAKE_IN.get(type(event))) is not None:
             return take_in(self, event)
         step = self._step
@@ -293,6 +301,24 @@ class StageCore:
             self._durations.restore(chunk, each.durations)
         self._seen_sizes[Mode.TRAIN].restore([each.training_sizes for each in own])
         self._seen_sizes[Mode.FORWARD].restore([each.evaluation_sizes for each in own])
+        if self.history is not None:  # what it has of the steps before leads elsewhere now
+            self.history.clear()
+
+    def known(self) -> Known:
+        """What this core knows before its next step. Between steps only."""
+        has_sizes = self.limit.bytes is not None
+        sizes = {str(mode): seen.to_plain() for mode, seen in self._seen_sizes.items()} if has_sizes else None
+        return Known(self._next_step, self.measured(), sizes, tuple(self._early))
+
+    def recall(self, known: Known) -> None:
+        """Be as a core was that knew this: for a core that was told nothing yet."""
+        self.restore(known.measured)
+        self._next_step, sizes = known.step, known.sizes
+        if sizes is not None:
+            for mode, seen in self._seen_sizes.items():
+                seen.restore_plain(sizes[str(mode)])
+        for event in known.early:
+            self.apply(event)
 
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
@@ -364,7 +390,7 @@ class StageCore:
         if visits.microbatches != event.microbatches:
             raise ConfigError(f"visits are of {visits.microbatches} microbatches, must be of {event.microbatches}")
         step_id = StepId(event.step, event.mode, event.microbatches)
-        context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self._in_order))
+        context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self.in_order))
         rule = self._admission or rule_of(self.limit.rule, context)
         visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]
         admission = rule(
@@ -382,25 +408,28 @@ class StageCore:
             admission,
             visits,
             group=self.group,
-            in_order=self._in_order,
+            in_order=self.in_order,
             durations=self._durations,
             sizes=event.sizes,
             size_correlation=event.size_correlation,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
+        order = None
         if not self.group.follows:
             self.hint.open_step(view)
-            self._order_microbatches(step, view)
+            order = self._order_microbatches(step, view)
             self._let_weights_first(step)
             self._open_pauses(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
+        if self.history is not None:
+            self.history.opened(order)
 
     def _let_weights_first(self, step: Step) -> None:
         here = self.graph.placement.virtual_stages(self.stage)
         is_split = any(self.graph.last_kind(v, Mode.TRAIN) in ENDING_KINDS for v in here)
         # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
-        if is_split and self.group.size == 1 and not self._in_order and not self.hint.may_wait:
+        if is_split and self.group.size == 1 and not self.in_order and not self.hint.may_wait:
             step.ready.defer_backwards()
 
     def _open_pauses(self, step: Step, view: StageView) -> None:
@@ -409,13 +438,14 @@ class StageCore:
             step.pauses.announces = self.hint.announces(view)
             step.pauses.is_wanted = type(self.hint).awaits is not Hint.awaits
 
-    def _order_microbatches(self, step: Step, view: StageView) -> None:
+    def _order_microbatches(self, step: Step, view: StageView) -> tuple[int, ...] | None:
         order = self.hint.microbatch_order(view)
         # Where an order is forced, a microbatch started early only holds memory until the lower ones are through.
-        if order is None or self._in_order:
-            return
+        if order is None or self.in_order:
+            return None
         try:
             step.ready.order_by(order)
+            return tuple(order)
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 
