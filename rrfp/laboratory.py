@@ -63,6 +63,7 @@ COMMANDS: Mapping[str, str] = {
     "sweep": "rrfp.lab.commands.sweep:sweep",
     "check faults": "rrfp.lab.commands.check_faults:faults",
     "check admission": "rrfp.lab.commands.check_admission:admission",
+    "check replay": "rrfp.lab.commands.check_replay:replay",
 }
 
 #: Classes of commands whose help and checks are their own.

@@ -13,6 +13,7 @@ from rrfp.hints.priorities import BackwardForward
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 
 class Script:
@@ -56,7 +57,7 @@ class Script:
         """The caller opens ``step``."""
         self.step = step or self.step
         number, mode, microbatches = self.step
-        return self.told(ev.StepOpened(number, mode, microbatches, skipped=self.skipped))
+        return self.told(ev.StepOpened(number, mode, microbatches, visits=Visits(microbatches, self.skipped)))
 
     def told(self, *events: ev.Event) -> list[ev.Instruction]:
         """All instructions that the events cause, in order."""

@@ -1,4 +1,4 @@
-"""`rrfp check hint|transport|lane NAME`: the conformance suites for plugins; beside `faults` and `admission`."""
+"""`rrfp check hint|transport|lane NAME`: suites for plugins; beside `faults`, `admission` and `replay`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _Contract = TypeVar("_Contract", bound=Callable[..., object])
 check = typer.Typer(cls=CommandGroup, help="Check that a plugin keeps its contract; exit code 1 if it does not.")
 check.command(cls=Command)(load(COMMANDS["check faults"]))
 check.command(cls=Command)(load(COMMANDS["check admission"]))
+check.command(cls=Command)(load(COMMANDS["check replay"]))
 
 #: The folders of Python's own modules.
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])

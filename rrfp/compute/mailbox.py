@@ -17,7 +17,7 @@ from rrfp.compute.received import Returned
 from rrfp.errors import ProtocolError, StageError
 from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.tasks import KINDS, LOCAL_KINDS, B, F, Mode, Task
 from rrfp.model.visits import Visits
 from rrfp.plain import shown, value_error, whole
 
@@ -57,11 +57,11 @@ class Mailbox:
         """A payload for each predecessor (F) or successor (B)."""
         kind, m, v = task
         skipped = self._visits.skipped_by(m)
-        if kind is Kind.F:
+        if kind is F:
             before = self._graph.predecessors[v]
-            return tuple(ABSENT if u in skipped else self._read(Task(Kind.F, m, u), (v,)) for u in before)
+            return tuple(ABSENT if u in skipped else self._read(Task(F, m, u), (v,)) for u in before)
         after = self._graph.successors[v]
-        return tuple(ABSENT if w in skipped else self._backward[Task(Kind.B, m, w)][v] for w in after)
+        return tuple(ABSENT if w in skipped else self._backward[Task(B, m, w)][v] for w in after)
 
     def _read(self, producer: Task, readers: Collection[int]) -> Payload:
         """What ``readers`` read together of the output of a forward."""
@@ -72,23 +72,23 @@ class Mailbox:
         """Whether all inputs of F or B are here."""
         kind, m, v = task
         edges, here = (
-            (self._graph.predecessors, self._forward) if kind is Kind.F else (self._graph.successors, self._backward)
+            (self._graph.predecessors, self._forward) if kind is F else (self._graph.successors, self._backward)
         )
         skipped = self._visits.skipped_by(m)
         return all(w in skipped or Task(kind, m, w) in here for w in edges[v])
 
     def received(self, task: Task) -> Iterator[Tensor]:
-        """The input tensors of F or B from other stages."""
-        if task.kind is Kind.W:
+        """The input tensors of F or B from other stages; none for others."""
+        if task.kind in LOCAL_KINDS:
             return
-        edges = self._graph.predecessors if task.kind is Kind.F else self._graph.successors
+        edges = self._graph.predecessors if task.kind is F else self._graph.successors
         for v, payload in zip(edges[task.virtual_stage], self.inputs(task), strict=True):
             if self._graph.stage_of[v] != self._stage:
                 yield from (tensor for tensor in payload.tensors if tensor is not None)
 
     def output_bytes(self, task: Task) -> int:
         """Bytes of the output of ``task``, as dense tensors."""
-        if task.kind is Kind.F:
+        if task.kind is F:
             return self._forward[task].num_bytes
         return sum(payload.num_bytes for payload in self._backward.get(task, {}).values())
 
@@ -107,7 +107,7 @@ class Mailbox:
         """The tensors of ``task``'s output for the stage ``peer``, and their description."""
         stage_of = self._graph.placement.stage_of
         skipped = self._visits.skipped_by(task.microbatch)
-        if task.kind is Kind.F:
+        if task.kind is F:
             after = self._graph.successors[task.virtual_stage]
             payload = self._read(task, [w for w in after if stage_of(w) == peer and w not in skipped])
             return payload.tensors, {"structure": payload.structure}
@@ -118,7 +118,7 @@ class Mailbox:
 
     def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
         """Keep another rank's output; a ProtocolError if its description is wrong."""
-        if task.kind is Kind.F:
+        if task.kind is F:
             if not isinstance(structure := body.get("structure"), Sequence):
                 raise ProtocolError(f"{task} arrived without the structure of its tensors")
             self._forward[task] = Payload(tuple(tensors), structure)
@@ -146,20 +146,20 @@ def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
     """Run ``task`` on its inputs in ``mailbox``, on the lane's thread."""
     returned = mailbox.returned
     returned.begin(task)
-    if task.kind is Kind.F:
+    if task.kind is F:
         output: Any = program.forward(task, mailbox.inputs(task))
         if not isinstance(output, Payload):
             raise StageError(f"{_method(program, 'forward')} returned a {type(output).__name__}, must return a Payload")
         returned.end(task, (output,), program.name_of)
         mailbox.put_forward(task, output)
-    elif task.kind is Kind.B:
+    elif task.kind is B:
         grads: Any = program.backward(task, mailbox.inputs(task))
         if not isinstance(grads, tuple) or not all(isinstance(payload, Payload) for payload in grads):
             raise StageError(f"{_method(program, 'backward')} must return a tuple of Payloads")
         returned.end(task, grads, program.name_of)
         mailbox.put_backward(task, grads)
     else:
-        program.weight(task)
+        getattr(program, KINDS[task.kind].name)(task)
         returned.end(task, (), program.name_of)
 
 
@@ -167,7 +167,7 @@ def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[in
     """The bytes that ``task`` holds, and those of its output beside them."""
     _, m, v = task
     output = mailbox.output_bytes(task)
-    if task.kind is Kind.F:
+    if task.kind is F:
         output -= min(output, program.held_output_bytes(m, v))
     return program.held_bytes(m, v), output
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from rrfp.errors import Origin
 from rrfp.model.record import record
 from rrfp.model.tasks import Mode, StepId, Task
+from rrfp.model.visits import Visits
 
 
 @record
@@ -24,8 +25,7 @@ class StepOpened:
         sizes: how large each microbatch is, in any unit (tokens, patches), where the caller knows; for hints.
         size_correlation: the least correlation of the sizes with the times of any stage in an earlier step, the same on
             every rank; None: not known.
-        skipped: for each microbatch the virtual stages of the whole pipeline that it does not visit, the same on every
-            rank. Empty: each one visits all.
+        visits: which virtual stages of the whole pipeline each microbatch visits, the same on every rank. None: all.
     """
 
     step: int
@@ -33,7 +33,7 @@ class StepOpened:
     microbatches: int
     sizes: tuple[float, ...] | None = None
     size_correlation: float | None = None
-    skipped: tuple[frozenset[int], ...] = ()
+    visits: Visits | None = None
 
 
 @record

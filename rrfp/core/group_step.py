@@ -15,7 +15,7 @@ from rrfp.core.ready_set import Readiness, ReadySet
 from rrfp.core.task_state import TaskStates
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError, ProtocolError
-from rrfp.memory.admission import Admission
+from rrfp.memory.rules import MemoryRule
 from rrfp.model.tasks import StepId, Task
 
 
@@ -95,7 +95,7 @@ class GroupStep:
         states: TaskStates,
         readiness: Readiness,
         ready: ReadySet,
-        admission: Admission,
+        admission: MemoryRule,
     ) -> None:
         self.log = OrderLog()
         self._group = group

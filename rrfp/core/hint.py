@@ -15,6 +15,7 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.visits import Visits
 
 
 class View(Protocol):
@@ -52,15 +53,19 @@ class View(Protocol):
         """
 
     @property
-    def skipped(self) -> tuple[frozenset[int], ...]:
-        """For each microbatch the virtual stages of the pipeline that it does not visit: it runs no task there.
-
-        Empty: each microbatch visits all.
-        """
+    def visits(self) -> Visits:
+        """Which virtual stages of the pipeline each microbatch visits: it runs no task on others."""
 
     @property
     def slots(self) -> int | None:
         """K * C, the most chunk tasks this stage may hold, or None if unlimited."""
+
+    @property
+    def full_at(self) -> int | None:
+        """The smallest D at which the limit blocks the forward of some chunk: what the stage's memory rule says.
+
+        None: unlimited, or D alone does not say it, as where branches of the graph join.
+        """
 
     @property
     def held(self) -> int:

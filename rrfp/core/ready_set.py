@@ -12,9 +12,9 @@ from operator import itemgetter
 from typing import Literal
 
 from rrfp.core.task_state import TaskState, TaskStates, counters
-from rrfp.memory.admission import Admission
+from rrfp.memory.rules import MemoryRule
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import B, F, Kind, Mode, Task, W
+from rrfp.model.tasks import ENDING_KINDS, KINDS, F, Kind, Mode, Task
 from rrfp.model.visits import Skipped, Visits
 
 
@@ -27,14 +27,9 @@ class DrainOrder:
     __slots__ = ("_all", "_bits", "_lowest", "_order", "_ran")
 
     def __init__(self, virtual_stages: Sequence[int], kinds: Sequence[Sequence[Kind]], visits: Visits) -> None:
-        forwards = [(Kind.F, v) for v in virtual_stages]
-        returns = [
-            (kind, v)
-            for v, kinds_here in reversed(tuple(zip(virtual_stages, kinds, strict=True)))
-            for kind in kinds_here
-            if kind is not Kind.F
-        ]
-        self._order = (*forwards, *returns)
+        forwards = [(F, v) for v in virtual_stages]
+        here = reversed(tuple(zip(virtual_stages, kinds, strict=True)))
+        self._order = (*forwards, *((kind, v) for v, own in here for kind in own if kind is not F))
         self._bits = {pair: 1 << index for index, pair in enumerate(self._order)}
         self._all = (1 << len(self._order)) - 1
         #: By microbatch, what has run of it or is skipped.
@@ -65,6 +60,10 @@ class DrainOrder:
 
 #: "deeper": forwards of the deeper chunk first. "paper": Algorithm 1's order, the shallower chunk first.
 ChunkOrder = Literal["deeper", "paper"]
+
+
+#: What the limit does not gate, as a rule: kinds that take no slot.
+_UNGATED = frozenset(kind for kind, row in KINDS.items() if not row.takes_slot)
 
 
 class ReadySet:
@@ -100,7 +99,7 @@ class ReadySet:
         self,
         states: TaskStates,
         virtual_stages: Sequence[int],
-        admission: Admission,
+        admission: MemoryRule,
         visits: Visits,
         drain_order: DrainOrder | None,
     ) -> None:
@@ -110,7 +109,7 @@ class ReadySet:
         self._drain_order = drain_order
         #: Kinds that are never blocked: backwards and weight tasks, unless a full stage drains in order, or a limit on
         #: bytes lets weight tasks go first.
-        self._free_kinds = frozenset[Kind]() if admission.drains_in_order else frozenset({B, W})
+        self._free_kinds = frozenset[Kind]() if admission.drains_in_order else _UNGATED
         #: By microbatch, its position in the order of their priority.
         self._position_of: Sequence[int] = range(visits.microbatches)
         #: By kind and chunk, the queues of ready tasks; and how many tasks they hold.
@@ -154,7 +153,7 @@ class ReadySet:
         if head.kind is not F:
             return None
         # Where the rule prefers lower microbatches the lowest may start while one of higher priority is blocked.
-        if self._admission.reserve:
+        if self._admission.reserves:
             lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
         elif self._admission.is_by_number:
             lowest = min((task for _, task in self._queues[F][chunk]), key=itemgetter(1))
@@ -236,7 +235,7 @@ class ReadySet:
         """Under a limit on bytes, hold back what does not fit while a weight task is ready. For the core only."""
         if (limit := self._admission.byte_limit) is not None:
             limit.defers_backwards = True
-            self._free_kinds = frozenset({W})
+            self._free_kinds = frozenset(ENDING_KINDS)
 
     def add(self, state: TaskState, microbatch: int) -> None:
         """All inputs of the task are present. For the core only."""
@@ -258,7 +257,7 @@ class ReadySet:
             self._drain_order.note(task)
         if state.kind is F:
             self._num_forwards -= 1
-            if self._admission.reserve:
+            if self._admission.reserves:
                 self._note_forward(state.chunk, task.microbatch)
         else:
             self._num_others -= 1
@@ -297,7 +296,9 @@ class ReadySet:
     def _lets_back(self, microbatch: int, chunk: int) -> bool:
         """Whether a backward need not let weight tasks go first."""
         limit = self._admission.byte_limit
-        return limit is None or not any(self._queues[W]) or limit.fits_backward((chunk, microbatch))
+        if limit is None or not any(any(self._queues[kind]) for kind in ENDING_KINDS):
+            return True
+        return limit.fits_backward((chunk, microbatch))
 
     def _due(self) -> Task | None:
         """What a full stage runs next."""

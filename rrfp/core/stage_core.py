@@ -14,25 +14,26 @@ the shell aborts the pipeline with it rather than compute a wrong gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from typing import Any
 
 from rrfp.core import events as ev
+from rrfp.core.event_history import EventHistory, Known
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ConfigError, HintError, ProtocolError, Sender
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.measured import MeanDurations, Measured
-from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import B, Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
 
@@ -83,14 +84,25 @@ class StageView:
         return self._step.size_correlation
 
     @property
+    def visits(self) -> Visits:
+        """Which virtual stages each microbatch visits."""
+        return self._step.visits
+
+    @property
     def skipped(self) -> tuple[frozenset[int], ...]:
-        """By microbatch, the virtual stages that it does not visit."""
-        return self._step.visits.skipped
+        """The old form of `visits`."""
+        warnings.warn("view.skipped is now view.visits.skipped", DeprecationWarning, stacklevel=2)
+        return self.visits.skipped
 
     @property
     def slots(self) -> int | None:
         """K * C or None."""
         return self._step.admission.slots
+
+    @property
+    def full_at(self) -> int | None:
+        """The smallest D at which the limit blocks the forward of some chunk."""
+        return self._step.admission.full_at
 
     @property
     def held(self) -> int:
@@ -149,8 +161,9 @@ class StageCore:
         limit: how much this stage may hold.
         group: this rank's tensor-parallel group.
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
-        admission: the memory rule; None: `rule_of` chooses it in each step. Only the explorer passes one, to show what
-            is wrong with it.
+        admission: the memory rule; None: what the limit asks for, or what stands in for that. Only the explorer passes
+            one, to show what is wrong with it.
+        history: keeps the events that this core is told.
     """
 
     def __init__(
@@ -162,15 +175,17 @@ class StageCore:
         *,
         group: GroupMembership | None = None,
         in_order: Collection[ForcedOrder] = (),
-        admission: type[Admission] | None = None,
+        admission: type[MemoryRule] | None = None,
+        history: EventHistory | None = None,
     ) -> None:
         self.graph = graph
         self.stage = stage
         self.hint = hint
         self.limit = limit if limit is not None else Limit()
         self.group = group if group is not None else GroupMembership()
-        self._in_order = frozenset(in_order)
+        self.in_order = frozenset(in_order)
         self._admission = admission
+        self.history = history
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
         self._seen_sizes = {mode: SeenSizes(graph.placement.chunks_of(stage)) for mode in Mode}
         self._durations = MeanDurations()
@@ -186,6 +201,10 @@ class StageCore:
         """Take in ``event``; returns what the shell has to do about it, in order."""
         if self._is_aborted:
             return ()
+        if (history := self.history) is not None:
+            if type(event) is ev.StepOpened:
+                history.begin(self.known())
+            history.note(event)
         if (take_in := _TAKE_IN.get(type(event))) is not None:
             return take_in(self, event)
         step = self._step
@@ -282,6 +301,24 @@ class StageCore:
             self._durations.restore(chunk, each.durations)
         self._seen_sizes[Mode.TRAIN].restore([each.training_sizes for each in own])
         self._seen_sizes[Mode.FORWARD].restore([each.evaluation_sizes for each in own])
+        if self.history is not None:  # what it has of the steps before leads elsewhere now
+            self.history.clear()
+
+    def known(self) -> Known:
+        """What this core knows before its next step. Between steps only."""
+        has_sizes = self.limit.bytes is not None
+        sizes = {str(mode): seen.to_plain() for mode, seen in self._seen_sizes.items()} if has_sizes else None
+        return Known(self._next_step, self.measured(), sizes, tuple(self._early))
+
+    def recall(self, known: Known) -> None:
+        """Be as a core was that knew this: for a core that was told nothing yet."""
+        self.restore(known.measured)
+        self._next_step, sizes = known.step, known.sizes
+        if sizes is not None:
+            for mode, seen in self._seen_sizes.items():
+                seen.restore_plain(sizes[str(mode)])
+        for event in known.early:
+            self.apply(event)
 
     def wait_cause(self) -> WaitCause:
         """Why there is nothing to decide."""
@@ -349,13 +386,17 @@ class StageCore:
             raise ConfigError(f"microbatches is {event.microbatches}, must be at least 1")
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
-        step_id, visits = StepId(event.step, event.mode, event.microbatches), Visits(event.microbatches, event.skipped)
-        limit, is_forced = self._limit_in(event.mode), bool(self._in_order)
-        rule = self._admission or rule_of(self.graph, self.stage, limit, visits, is_forced=is_forced)
+        visits = Visits(event.microbatches) if event.visits is None else event.visits
+        if visits.microbatches != event.microbatches:
+            raise ConfigError(f"visits are of {visits.microbatches} microbatches, must be of {event.microbatches}")
+        step_id = StepId(event.step, event.mode, event.microbatches)
+        context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self.in_order))
+        rule = self._admission or rule_of(self.limit.rule, context)
+        visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]
         admission = rule(
-            limit,
-            [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)],
-            reserve=is_forced,
+            self.limit.slots(len(visitors)),
+            None if self.group.follows else self.limit.bytes,  # a follower's bytes count on its leader
+            visitors,
             seen=self._seen_sizes[event.mode].open_step(),
             followers=self.group.num_followers,
             sizes=event.sizes,
@@ -367,32 +408,29 @@ class StageCore:
             admission,
             visits,
             group=self.group,
-            in_order=self._in_order,
+            in_order=self.in_order,
             durations=self._durations,
             sizes=event.sizes,
             size_correlation=event.size_correlation,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
+        order = None
         if not self.group.follows:
             self.hint.open_step(view)
-            self._order_microbatches(step, view)
+            order = self._order_microbatches(step, view)
             self._let_weights_first(step)
             self._open_pauses(step, view)
         # Only now: in a step that its hint refused nothing is decided.
         self._step, self._view, self._next_step = step, view, self._next_step + 1
+        if self.history is not None:
+            self.history.opened(order)
 
     def _let_weights_first(self, step: Step) -> None:
-        is_split = any(self.graph.split[v] for v in self.graph.placement.virtual_stages(self.stage))
+        here = self.graph.placement.virtual_stages(self.stage)
+        is_split = any(self.graph.last_kind(v, Mode.TRAIN) in ENDING_KINDS for v in here)
         # Else weight tasks may wait for others, or the hint for a backward, and neither would ever run.
-        if is_split and self.group.size == 1 and not self._in_order and not self.hint.may_wait:
+        if is_split and self.group.size == 1 and not self.in_order and not self.hint.may_wait:
             step.ready.defer_backwards()
-
-    def _limit_in(self, mode: Mode) -> Limit:
-        """What bounds a step of ``mode`` on this rank."""
-        # Draining bounds D only where what is drained frees memory; forward only, that is up to the successors.
-        limit = replace(self.limit, rule="staircase") if mode is Mode.FORWARD else self.limit
-        # A follower's bytes count on its leader.
-        return replace(limit, bytes=None) if self.group.follows else limit
 
     def _open_pauses(self, step: Step, view: StageView) -> None:
         # In a group a wait would be one of all ranks: it has none.
@@ -400,13 +438,14 @@ class StageCore:
             step.pauses.announces = self.hint.announces(view)
             step.pauses.is_wanted = type(self.hint).awaits is not Hint.awaits
 
-    def _order_microbatches(self, step: Step, view: StageView) -> None:
+    def _order_microbatches(self, step: Step, view: StageView) -> tuple[int, ...] | None:
         order = self.hint.microbatch_order(view)
         # Where an order is forced, a microbatch started early only holds memory until the lower ones are through.
-        if order is None or self._in_order:
-            return
+        if order is None or self.in_order:
+            return None
         try:
             step.ready.order_by(order)
+            return tuple(order)
         except (TypeError, ValueError) as error:
             raise HintError(f"hint {type(self.hint).__name__} orders microbatches wrongly: {error}") from None
 

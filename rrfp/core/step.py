@@ -63,11 +63,11 @@ from rrfp.core.ready_set import DrainOrder, ForcedOrder, Readiness, ReadySet
 from rrfp.core.task_state import Outputs, RefCounts, TaskState, TaskStates
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ProtocolError
-from rrfp.memory.admission import Admission
 from rrfp.memory.held_bytes import Owner
 from rrfp.memory.measured import MeanDurations
+from rrfp.memory.rules import MemoryRule
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import B, F, Kind, Mode, StepId, Task
+from rrfp.model.tasks import KINDS, B, F, Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
 #: The longest wait, as a part of the mean duration of the backward that waits.
@@ -166,7 +166,7 @@ class Step:
         step_id: StepId,
         graph: TaskGraph,
         stage: int,
-        admission: Admission,
+        admission: MemoryRule,
         visits: Visits,
         *,
         group: GroupMembership,
@@ -235,7 +235,8 @@ class Step:
         """What is held now; of a forward that the lane has not come to, nothing is."""
         outputs, held = self.outputs, self.admission.held
         if self.in_flight:
-            held += sum(map(self._gives_back, self.in_flight)) - sum(task.kind is F for task in self.in_flight[1:])
+            waiting = sum(KINDS[task.kind].takes_slot for task in self.in_flight[1:])
+            held += sum(map(self._gives_back, self.in_flight)) - waiting
         return Holding(held, self._bytes.own, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
@@ -294,7 +295,7 @@ class Step:
         self.num_enqueued += 1
         self.enqueued[kind][state.chunk] += 1
         self.in_flight.append(task)
-        if kind is F:
+        if state.takes_slot:
             self.admission.acquire(state.chunk, m)
         elif (limit := self.admission.byte_limit) is not None:
             limit.start_backward((state.chunk, m), is_last=state.frees_memory)
@@ -305,7 +306,7 @@ class Step:
             self.readiness.enqueue(state, m)
         if self.pauses.is_wanted:
             self.pauses.enqueue(task)
-        if kind is F and self.pauses.announces:
+        if self.pauses.announces and state.takes_slot:
             return (*instructions, *self.pauses.announcements(task, state))
         return instructions
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import F, Kind, Mode, Task
+from rrfp.model.tasks import KINDS, F, Kind, Mode, Task
 from rrfp.model.visits import Skipped, Visits
 
 #: A small number for each microbatch. Bytes wherever they do: the state of a thousand stages should fit into a cache.
@@ -78,6 +78,7 @@ class TaskState:
         "refs",
         "sending",
         "skippers",
+        "takes_slot",
         "unreported",
         "virtual_stage",
     )
@@ -95,7 +96,9 @@ class TaskState:
         self.skippers: Collection[int] = ()
         #: The rest of the wiring is of tasks that run on this stage. The local chunk.
         self.chunk = -1
-        #: Training: whether a microbatch holds nothing on the virtual stage after this kind.
+        #: Whether a microbatch takes its slot on the virtual stage with this kind; training: whether it holds nothing
+        #: after it.
+        self.takes_slot = KINDS[kind].takes_slot
         self.frees_memory = False
         # Written by `Readiness`.
         #: By microbatch: whether the output is at hand, since it arrived or was enqueued here, or nothing awaits it.

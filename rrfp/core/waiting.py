@@ -7,13 +7,14 @@ every decision, is cheap and names no task.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
+from typing import Any
 
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Step
 from rrfp.core.usage import WaitCause
-from rrfp.model.tasks import F, Task
+from rrfp.model.tasks import F, Kind, Task
 from rrfp.model.topology import Topology
 
 #: Tasks, and credits, that a report names for each rank: in a deep pipeline the others wait for these.
@@ -146,3 +147,24 @@ def _debt(core: StageCore, topology: Topology, task: Task, producer: Task) -> st
 
 def _owner(topology: Topology, stage: int) -> str:
     return topology.name_of(topology.rank_of(stage))
+
+
+def state_of(core: StageCore) -> dict[str, Any]:
+    """The state of ``core`` in its step as numbers and texts, to compare with that of another core."""
+    step = core.step
+    if step is None:
+        return {"step": None}
+    return {
+        "step": [step.id.number, str(step.id.mode), step.id.microbatches],
+        "finished": step.finished,
+        "enqueued": {str(kind): [*step.enqueued[kind]] for kind in Kind},
+        "in_flight": [*map(str, core.in_flight)],
+        "ready": [*map(str, core.ready)],
+        "waiting": [
+            [str(each.task), [*map(str, each.absent)], [*each.unreported], each.cause and str(each.cause)]
+            for each in waiting(core, None)
+        ],
+        "unconsumed": [[str(task), [*stages]] for task, stages in unconsumed(core, None)],
+        "holding": asdict(core.holding),
+        "peaks": asdict(core.peaks),
+    }

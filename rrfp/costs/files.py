@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
-from rrfp.costs.table import CostTable, Matrix, checked_sizes
+from rrfp.costs.table import MATRICES, OPTIONAL_MATRICES, CostTable, Matrix, checked_sizes
 from rrfp.errors import ConfigError, Faults
 from rrfp.model.plain_graph import checked_list, graph_from_plain, graph_to_plain, listed
 from rrfp.model.visits import Skipped
@@ -31,18 +31,12 @@ FIELDS = {
     "chunks": "chunks",
     "placement": "placement",
     "microbatches": "microbatches",
-    "F": "forward",
-    "B": "backward",
-    "W": "weight",
-    "latency_F": "latency_forward",
-    "latency_B": "latency_backward",
-    "bytes": "held",
+    **MATRICES,
     "sizes": "sizes",
 }
 #: Those of a graph beside the matrices, in the order of writing.
 GRAPH_FIELDS = ("stages", "microbatches", "virtual_stages", "placement", "edges", "skipped")
-_OPTIONAL = frozenset({"W", "bytes", "skipped", "sizes"})
-_MATRICES = ("F", "B", "W", "latency_F", "latency_B", "bytes")
+_OPTIONAL = OPTIONAL_MATRICES | {"skipped", "sizes"}
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostTable:
@@ -128,7 +122,7 @@ def from_json(text: str) -> CostTable:
     if "traceEvents" in document:
         raise ConfigError("is a trace, must be a cost file: `rrfp costs` makes one of a trace")
     is_graph = "virtual_stages" in document
-    known = (*GRAPH_FIELDS, *_MATRICES, "sizes") if is_graph else tuple(FIELDS)
+    known = (*GRAPH_FIELDS, *MATRICES, "sizes") if is_graph else tuple(FIELDS)
     missing = [name for name in known if name not in document and name not in _OPTIONAL]
     with Faults() as faults:
         for name in document:
@@ -139,7 +133,7 @@ def from_json(text: str) -> CostTable:
             with faults.kept():
                 subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
                 raise ConfigError(f"{subject} {', '.join(missing)} {verb} missing")
-        for name in _MATRICES:
+        for name in MATRICES:
             if name in document:
                 with faults.kept():
                     _check_numbers(name, document[name])
@@ -147,7 +141,7 @@ def from_json(text: str) -> CostTable:
             with faults.kept():
                 raise ConfigError("sizes must be a list of numbers, one a microbatch")
     if is_graph:
-        matrices = {FIELDS[name]: document[name] for name in _MATRICES if name in document}
+        matrices = {FIELDS[name]: document[name] for name in MATRICES if name in document}
         graph, microbatches = graph_from_plain(document), whole("microbatches", document["microbatches"], 1)
         skipped = _skipped(document.get("skipped", {}), graph.names, microbatches)
         return CostTable.of_graph(graph, microbatches, skipped=skipped, sizes=document.get("sizes"), **matrices)
@@ -162,10 +156,10 @@ def to_json(table: CostTable) -> str:
         fields = {**graph_to_plain(table.graph), "microbatches": table.microbatches, "skipped": _skippers(table)}
         values = {
             **{name: fields[name] for name in GRAPH_FIELDS},
-            **{name: values[name] for name in (*_MATRICES, "sizes")},
+            **{name: values[name] for name in (*MATRICES, "sizes")},
         }
     lines = [
-        f"{json.dumps(name)}: {_rows(value) if name in _MATRICES else json.dumps(value)}"
+        f"{json.dumps(name)}: {_rows(value) if name in MATRICES else json.dumps(value)}"
         for name, value in values.items()
         if value is not None
     ]

@@ -23,7 +23,7 @@ from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement, TablePlacement
 from rrfp.model.plain_graph import names_of
-from rrfp.model.tasks import Kind
+from rrfp.model.tasks import KINDS, SENT_TO, Kind, Side
 from rrfp.model.visits import Skipped, Visits
 from rrfp.plain import number, whole
 
@@ -91,12 +91,14 @@ def read_only(matrix: Matrix) -> Matrix:
 
 
 PLACEMENTS: tuple[str, ...] = get_args(Layout)
-#: The matrices: name in the file -> attribute.
-_MATRICES = {
-    **{"F": "forward", "B": "backward", "W": "weight", "bytes": "held"},
-    **{"latency_F": "latency_forward", "latency_B": "latency_backward"},
+#: The matrices: name in the file -> attribute, in the order of writing.
+MATRICES = {
+    **{kind.value: row.name for kind, row in KINDS.items()},
+    **{f"latency_{kind}": f"latency_{KINDS[kind].name}" for kind in SENT_TO},
+    "bytes": "held",
 }
-_OPTIONAL, _OF_EDGES = ("W", "bytes"), ("latency_F", "latency_B")
+#: Those that a table may lack.
+OPTIONAL_MATRICES = frozenset({"bytes", *(kind.value for kind, row in KINDS.items() if row.option is not None)})
 
 #: numpy's sizes are numbers of 64 bits. The product of two counts fits into a line of an error.
 _MOST_COUNT = 2**63 - 1
@@ -163,10 +165,11 @@ class CostTable:
             raise ConfigError("skipped must be empty without graph: a chain has no way round a virtual stage")
         nodes = "stages x chunks" if self.graph is None else "one a virtual stage"
         edges = "one fewer than stages x chunks" if self.graph is None else "one an edge"
-        for name, field in _MATRICES.items():
-            if name in _OPTIONAL and getattr(self, field) is None:
+        for name, field in MATRICES.items():
+            if name in OPTIONAL_MATRICES and getattr(self, field) is None:
                 continue
-            rows, meaning = (self.num_virtual_stages, nodes) if name not in _OF_EDGES else (self.num_edges, edges)
+            is_of_edges = name.startswith("latency_")
+            rows, meaning = (self.num_edges, edges) if is_of_edges else (self.num_virtual_stages, nodes)
             matrix = checked_matrix(name, getattr(self, field), rows, self.microbatches, meaning)
             object.__setattr__(self, field, matrix)
         if self.skipped:
@@ -212,11 +215,10 @@ class CostTable:
     def _clear_skipped(self) -> None:
         """What stands for absent tasks must not tell equal tables apart."""
         visited, used = self.visited(), self.used()
-        for field in ("forward", "backward", "weight", "held"):
+        for name, field in MATRICES.items():
             if (rows := getattr(self, field)) is not None:
-                object.__setattr__(self, field, read_only(np.where(visited, rows, 0.0)))
-        for field in ("latency_forward", "latency_backward"):
-            object.__setattr__(self, field, read_only(np.where(used, getattr(self, field), 0.0)))
+                exists = used if name.startswith("latency_") else visited
+                object.__setattr__(self, field, read_only(np.where(exists, rows, 0.0)))
 
     @property
     def num_virtual_stages(self) -> int:
@@ -229,10 +231,15 @@ class CostTable:
         return self.num_virtual_stages - 1 if self.graph is None else len(self.graph.edges or ())
 
     @property
+    def visits(self) -> Visits:
+        """Which virtual stages each microbatch visits."""
+        return Visits(self.microbatches, self.skipped)
+
+    @property
     def num_tasks(self) -> int:
         """Tasks of the step."""
         visits = self.num_virtual_stages * self.microbatches - sum(map(len, self.skipped))
-        return visits * (3 if self.split else 2)
+        return visits * len(self.durations)
 
     def to_graph(self) -> TaskGraph:
         """The graph of the virtual stages: of a chain too."""
@@ -256,6 +263,12 @@ class CostTable:
         """Whether each edge is there for each microbatch, one row an edge: it visits both ends."""
         visited, edges = self.visited(), self.edges()
         return visited[[u for u, _ in edges]] & visited[[v for _, v in edges]]
+
+    @property
+    def durations(self) -> dict[Kind, Matrix]:
+        """By kind, the durations of its tasks, V x M; without kinds that no virtual stage runs."""
+        by_kind = {kind: getattr(self, row.name) for kind, row in KINDS.items()}
+        return {kind: rows for kind, rows in by_kind.items() if rows is not None}
 
     @property
     def split(self) -> bool:
@@ -304,11 +317,11 @@ class CostTable:
         Raises:
             ConfigError: if `kind` is unknown, or is "W" and the table is not split.
         """
-        rows = {"F": self.forward, "B": self.backward, "W": self.weight}.get(kind)
-        if rows is None:
-            kinds = "F, B, W" if self.split else "F, B (the costs are not split)"
+        durations: dict[Any, Matrix] = {**self.durations}
+        if kind not in durations:
+            kinds = ", ".join(durations) + ("" if self.split else " (the costs are not split)")
             raise ConfigError(f"kind is {str(kind)!r}, must be one of {kinds}")
-        return float(rows[virtual_stage, microbatch])
+        return float(durations[kind][virtual_stage, microbatch])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
         """Bytes that a microbatch holds on a virtual stage from the end of its F to the end of its last task.
@@ -332,9 +345,8 @@ class CostTable:
     def work(self) -> Matrix:
         """Seconds of lane time of each stage in the step, shape (N,)."""
         total = np.zeros(self.stages)
-        for rows in (self.forward, self.backward, self.weight):
-            if rows is not None:
-                np.add.at(total, [self.stage_of(v) for v in range(self.num_virtual_stages)], rows.sum(axis=1))
+        for rows in self.durations.values():
+            np.add.at(total, [self.stage_of(v) for v in range(self.num_virtual_stages)], rows.sum(axis=1))
         return total
 
     def to_unsplit(self) -> CostTable:
@@ -347,9 +359,8 @@ class CostTable:
         if self.graph is not None:
             header += [self.graph.names, self.graph.stage_of, self.graph.edges, [*map(sorted, self.skipped)]]
         total = hashlib.sha256(json.dumps(header).encode())
-        for rows in (self.forward, self.backward, self.weight, self.latency_forward, self.latency_backward):
-            if rows is not None:
-                total.update(rows.astype("<f8").tobytes())
+        for rows in (*self.durations.values(), self.latency_forward, self.latency_backward):
+            total.update(rows.astype("<f8").tobytes())
         if self.held is not None:
             total.update(b"bytes" + self.held.astype("<f8").tobytes())
         return total.hexdigest()[:16]
@@ -381,11 +392,12 @@ MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
 def message_times(costs: CostTable) -> MessageTimes:
     """The seconds of every message of a step."""
     nodes = range(costs.num_virtual_stages)
-    times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in (Kind.F, Kind.B)}
-    for (u, v), forward, backward in zip(costs.edges(), costs.latency_forward, costs.latency_backward, strict=True):
-        here, there = costs.stage_of(u), costs.stage_of(v)
-        if here != there:
-            for rows, peer, row in ((times[Kind.F][u], there, forward), (times[Kind.B][v], here, backward)):
+    times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in SENT_TO}
+    for kind, side in SENT_TO.items():
+        for (u, v), row in zip(costs.edges(), getattr(costs, MATRICES[f"latency_{kind}"]), strict=True):
+            sender, reader = (u, v) if side is Side.AFTER else (v, u)
+            rows, peer = times[kind][sender], costs.stage_of(reader)
+            if costs.stage_of(sender) != peer:
                 rows[peer] = np.maximum(rows[peer], row) if peer in rows else row
     return {
         kind: [{peer: array("d", row.tobytes()) for peer, row in rows.items()} for rows in of_kind]

@@ -50,6 +50,7 @@ import numpy as np
 from rrfp.costs import CostTable
 from rrfp.costs.table import Bits, Matrix
 from rrfp.errors import ConfigError
+from rrfp.model.tasks import SENT_TO, F, Kind, Side, Task
 from rrfp.plain import whole
 
 
@@ -69,79 +70,80 @@ def lower_bound(costs: CostTable, limits: Sequence[int] | None) -> float:
     """
     if limits is not None and len(limits) != costs.stages:
         raise ConfigError(f"limits has {len(limits)} entries, must have {costs.stages} (one a stage)")
-    paths, visited = _Paths.of(costs), costs.visited()
+    tasks, visited = _tasks(costs), costs.visited()
     best = 0.0
     for stage in range(costs.stages):
-        here = paths.at(list(costs.virtual_stages_of(stage)), visited)
-        best = max(best, _one_machine(here))
+        forward, *others = (kind.at(list(costs.virtual_stages_of(stage)), visited) for kind in tasks.values())
+        best = max(best, _one_machine([forward, *others]))
         if limits is not None:
             slots = whole(f"limits[{stage}]", limits[stage], 1) * costs.chunks_of(stage)
-            best = max(best, _memory(here, slots))
+            best = max(best, _memory(forward, others, slots))
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Edges:
-    """The edges of the step's graphs."""
+#: The tasks of one kind on a virtual stage, one a microbatch.
+_Row = tuple[Kind, int]
 
-    #: Of each virtual stage, the (predecessor, row) pairs.
-    into: Sequence[list[tuple[int, int]]]
-    #: Of each, the (successor, row) pairs.
-    out_of: Sequence[list[tuple[int, int]]]
-    #: Seconds from F to F along each row, with -inf for microbatches that do not have the edge.
-    forward: Matrix
-    #: The same from B to B.
-    backward: Matrix
 
-    @staticmethod
-    def of(costs: CostTable) -> _Edges:
-        into: list[list[tuple[int, int]]] = [[] for _ in range(costs.num_virtual_stages)]
-        out_of: list[list[tuple[int, int]]] = [[] for _ in into]
-        for row, (u, v) in enumerate(costs.edges()):
-            into[v].append((u, row))
-            out_of[u].append((v, row))
+class _Links:
+    """What follows what in the step's graphs."""
+
+    def __init__(self, costs: CostTable) -> None:
+        upward = range(costs.num_virtual_stages)
         used = costs.used()
+        # -inf for microbatches that do not have the edge.
         forward, backward = (np.where(used, latency, -math.inf) for latency in costs.acting_latencies())
-        return _Edges(into, out_of, forward, backward)
+        rows = {edge: row for row, edge in enumerate(costs.edges())}
+        graph = costs.to_graph()
+        #: Every row after all that it reads.
+        self.order: list[_Row] = [
+            (kind, v)
+            for kind in costs.durations
+            for v in (reversed(upward) if SENT_TO.get(kind) is Side.BEFORE else upward)
+        ]
+        #: What each row reads, and what reads it, with the seconds in between.
+        self.reads: dict[_Row, list[tuple[_Row, Matrix | float]]] = {row: [] for row in self.order}
+        self.readers: dict[_Row, list[tuple[_Row, Matrix | float]]] = {row: [] for row in self.order}
+        for kind, v in self.order:
+            for producer, _, u in graph.inputs(Task(kind, 0, v)):
+                seconds = 0.0 if u == v else forward[rows[u, v]] if u < v else backward[rows[v, u]]
+                self.reads[kind, v].append(((producer, u), seconds))
+                self.readers[producer, u].append(((kind, v), seconds))
 
 
-def _heads(costs: CostTable, edges: _Edges, begin: Matrix) -> tuple[Matrix, Matrix]:
-    """The longest paths to every F and B, from ``begin`` on."""
-    forward, backward = begin.copy(), np.zeros_like(begin)
-    for v in range(costs.num_virtual_stages):
-        for u, row in edges.into[v]:
-            np.maximum(forward[v], forward[u] + (costs.forward[u] + edges.forward[row]), out=forward[v])
-    for v in reversed(range(costs.num_virtual_stages)):
-        backward[v] = forward[v] + costs.forward[v]
-        for w, row in edges.out_of[v]:
-            np.maximum(backward[v], backward[w] + (costs.backward[w] + edges.backward[row]), out=backward[v])
-    return forward, backward
+def _heads(costs: CostTable, links: _Links, begin: Matrix) -> dict[Kind, Matrix]:
+    """The longest paths to every task, from ``begin`` on."""
+    heads = {kind: begin.copy() if kind is F else np.full_like(begin, -math.inf) for kind in costs.durations}
+    for kind, v in links.order:
+        for (producer, u), seconds in links.reads[kind, v]:
+            end = heads[producer][u] + (costs.durations[producer][u] + seconds)
+            np.maximum(heads[kind][v], end, out=heads[kind][v])
+    return heads
 
 
-def _residencies(costs: CostTable, edges: _Edges) -> Matrix:
-    """The longest path from the start of every F to its B's end."""
-    # On a chain it is the difference of their heads. In general a path that leads to B may pass by F.
-    longest = np.zeros_like(costs.forward)
-    for v in range(costs.num_virtual_stages):
+def _tails(costs: CostTable, links: _Links) -> dict[Kind, Matrix]:
+    """The longest paths that follow every task."""
+    tails = {kind: np.zeros_like(times) for kind, times in costs.durations.items()}
+    for kind, v in reversed(links.order):
+        for (reader, w), seconds in links.readers[kind, v]:
+            path = (seconds + costs.durations[reader][w]) + tails[reader][w]
+            np.maximum(tails[kind][v], path, out=tails[kind][v])
+    return tails
+
+
+def _residencies(costs: CostTable, links: _Links, heads: dict[Kind, Matrix]) -> dict[Kind, Matrix]:
+    """By kind, the longest path from the start of a forward to the end of that task of its own."""
+    durations = {kind: times for kind, times in costs.durations.items() if kind is not F}
+    if costs.graph is None:  # on a chain it is the difference of their heads
+        return {kind: heads[kind] + times - heads[F] for kind, times in durations.items()}
+    longest: dict[Kind, Matrix] = {kind: np.zeros_like(times) for kind, times in durations.items()}
+    for v in range(costs.num_virtual_stages):  # in general a path that leads to B may pass by F
         begin = np.full_like(costs.forward, -math.inf)
         begin[v] = 0.0
-        longest[v] = _heads(costs, edges, begin)[1][v] + costs.backward[v]
+        here = _heads(costs, links, begin)
+        for kind, times in durations.items():
+            longest[kind][v] = here[kind][v] + times[v]
     return longest
-
-
-def _tails(costs: CostTable, edges: _Edges) -> tuple[Matrix, Matrix]:
-    """The longest paths that follow every F and B."""
-    forward, backward = np.zeros_like(costs.forward), np.zeros_like(costs.forward)
-    for v in range(costs.num_virtual_stages):
-        if costs.weight is not None:
-            backward[v] = costs.weight[v]
-        for u, row in edges.into[v]:
-            np.maximum(backward[v], (edges.backward[row] + costs.backward[u]) + backward[u], out=backward[v])
-    for v in reversed(range(costs.num_virtual_stages)):
-        forward[v] = costs.backward[v] + backward[v]
-        for w, row in edges.out_of[v]:
-            np.maximum(forward[v], (edges.forward[row] + costs.forward[w]) + forward[w], out=forward[v])
-    return forward, backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,48 +153,28 @@ class _Tasks:
     work: Matrix
     head: Matrix
     tail: Matrix
+    #: From the start of the forward to the end; None of forwards.
+    residency: Matrix | None = None
 
     def at(self, virtual_stages: list[int], visited: Bits) -> _Tasks:
-        here = visited[virtual_stages]
-        return _Tasks(*(times[virtual_stages][here] for times in (self.work, self.head, self.tail)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Paths:
-    """All tasks of some virtual stages."""
-
-    forward: _Tasks
-    backward: _Tasks
-    weight: _Tasks | None
-    #: From the start of each F to the end of its B, and to that of its W where it is split.
-    residencies: tuple[Matrix, ...] = ()
-
-    @staticmethod
-    def of(costs: CostTable) -> _Paths:
-        """Longest paths before and after every task of the step."""
-        edges = _Edges.of(costs)
-        heads, tails = _heads(costs, edges, np.zeros_like(costs.forward)), _tails(costs, edges)
-        ready = heads[1] + costs.backward
-        to_backward = _residencies(costs, edges) if costs.graph is not None else ready - heads[0]
-        forward = _Tasks(costs.forward, heads[0], tails[0])
-        backward = _Tasks(costs.backward, heads[1], tails[1])
-        if costs.weight is None:
-            return _Paths(forward, backward, None, (to_backward,))
-        to_weight = to_backward + costs.weight if costs.graph is not None else ready + costs.weight - heads[0]
-        weight = _Tasks(costs.weight, ready, np.zeros_like(ready))
-        return _Paths(forward, backward, weight, (to_backward, to_weight))
-
-    def at(self, virtual_stages: list[int], visited: Bits) -> _Paths:
         """Those of some virtual stages that microbatches visit."""
-        forward, backward = (kind.at(virtual_stages, visited) for kind in (self.forward, self.backward))
-        weight = None if self.weight is None else self.weight.at(virtual_stages, visited)
         here = visited[virtual_stages]
-        return _Paths(forward, backward, weight, tuple(rows[virtual_stages][here] for rows in self.residencies))
+        times = (self.work, self.head, self.tail, self.residency)
+        return _Tasks(*(None if each is None else each[virtual_stages][here] for each in times))  # type: ignore[arg-type]
 
 
-def _one_machine(tasks: _Paths) -> float:
+def _tasks(costs: CostTable) -> dict[Kind, _Tasks]:
+    """All tasks of the step, with the longest paths before and after each."""
+    links = _Links(costs)
+    heads, tails = _heads(costs, links, np.zeros_like(costs.forward)), _tails(costs, links)
+    residencies = _residencies(costs, links, heads)
+    return {
+        kind: _Tasks(times, heads[kind], tails[kind], residencies.get(kind)) for kind, times in costs.durations.items()
+    }
+
+
+def _one_machine(kinds: Sequence[_Tasks]) -> float:
     """The makespan of one stage by Jackson's preemptive rule, heads and tails included."""
-    kinds = [kind for kind in (tasks.forward, tasks.backward, tasks.weight) if kind is not None]
     heads = np.concatenate([kind.head.ravel() for kind in kinds])
     if not heads.size:  # every microbatch skips the stage
         return 0.0
@@ -219,15 +201,15 @@ def _one_machine(tasks: _Paths) -> float:
     return makespan
 
 
-def _memory(tasks: _Paths, slots: int) -> float:
+def _memory(forward: _Tasks, others: Sequence[_Tasks], slots: int) -> float:
     """The bound from `slots` chunk tasks held; 0 where all fit."""
-    if slots >= tasks.forward.head.size:
+    if slots >= forward.head.size:
         return 0.0
-    earliest = _sum_of_smallest(tasks.forward.head, tasks.forward.work, slots)
+    earliest = _sum_of_smallest(forward.head, forward.work, slots)
     bounds = []
-    kinds = [last for last in (tasks.backward, tasks.weight) if last is not None]
-    for last, residencies in zip(kinds, tasks.residencies, strict=True):
-        bounds.append((earliest + residencies.sum() + _sum_of_smallest(last.tail, last.work, slots)) / slots)
+    for last in others:
+        assert last.residency is not None
+        bounds.append((earliest + last.residency.sum() + _sum_of_smallest(last.tail, last.work, slots)) / slots)
     return float(max(bounds))
 
 

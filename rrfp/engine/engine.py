@@ -27,9 +27,8 @@ from rrfp.engine.record import EngineRecord, EngineResult
 from rrfp.errors import DeadlockError
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import B, F, Mode, StepId, Task, W
+from rrfp.model.tasks import F, Mode, StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.model.visits import Visits
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +127,8 @@ class _Engine:
         self._cores = cores
         self._step = StepId(0, Mode.TRAIN, costs.microbatches)
         self._graph = graph
-        self._visits = Visits(costs.microbatches, costs.skipped)
-        self._durations = {F: _rows(costs.forward), B: _rows(costs.backward)}
-        if costs.weight is not None:
-            self._durations[W] = _rows(costs.weight)
+        self._visits = costs.visits
+        self._durations = {kind: _rows(times) for kind, times in costs.durations.items()}
         self._held = None if costs.held is None else _rows(costs.held)
         self._message_times = message_times(costs)
         #: Outputs of forwards, and the stages on which they are; only where inputs show sizes.
@@ -146,8 +143,7 @@ class _Engine:
 
     def run(self, sizes: tuple[float, ...] | None, size_correlation: float | None) -> EngineResult:
         step = self._step
-        skipped = self._visits.skipped
-        opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation, skipped)
+        opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation, self._visits)
         for core in self._cores:
             core.apply(opened)
         self._preview_inputs_of_the_caller()

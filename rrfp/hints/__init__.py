@@ -24,6 +24,7 @@ from rrfp.hints.registry import create_hint, hint_names
 from rrfp.model.graph import TaskGraph as Graph
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.visits import Visits
 
 __all__ = [
     "Aborted",
@@ -50,6 +51,7 @@ __all__ = [
     "StepOpened",
     "Task",
     "View",
+    "Visits",
     "create_hint",
     "hint_names",
 ]

@@ -5,39 +5,38 @@ from __future__ import annotations
 from rrfp.core.hint import View
 from rrfp.core.ready_set import ReadySet
 from rrfp.hints.run_ahead import EncoderAware
-from rrfp.model.tasks import B, F, Kind, Task, W
+from rrfp.model.tasks import B, F, Kind, Task
 
 
 class FixedPriority(EncoderAware):
-    """Chooses the first kind of ``order`` that has a ready task."""
+    """Chooses the first kind of ``order`` that has a ready task, and others where neither has."""
 
-    order: tuple[Kind, Kind, Kind]
+    order: tuple[Kind, Kind]
 
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         for kind in self.order:
             if (task := self.first(kind, ready, view)) is not None:
                 return task
-        return self.last_resort(ready, view)
+        return self.otherwise(ready, view)
 
 
 class BackwardPriority(FixedPriority):
     """B-priority: any ready backward before any forward; weight tasks when neither is ready."""
 
-    order = (Kind.B, Kind.F, Kind.W)
+    order = (B, F)
 
 
 class ForwardPriority(FixedPriority):
     """F-priority: any ready forward before any backward; weight tasks when neither is ready."""
 
-    order = (Kind.F, Kind.B, Kind.W)
+    order = (F, B)
 
 
 class Alternating(EncoderAware):
     """Backward and forward alternate in priority; weight tasks run if neither is ready."""
 
     def _pick(self, ready: ReadySet, view: View, first: Kind, second: Kind) -> Task | None:
-        task = self.first(first, ready, view) or self.first(second, ready, view)
-        return task or ready.first(W) or self.last_resort(ready, view)
+        return self.first(first, ready, view) or self.first(second, ready, view) or self.otherwise(ready, view)
 
 
 class BackwardForward(Alternating):

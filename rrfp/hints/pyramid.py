@@ -30,7 +30,6 @@ from rrfp.hints.priorities import BackwardForwardWeight
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.memory.branches import plain_stages
 from rrfp.model.tasks import Task
-from rrfp.model.visits import Visits
 
 #: Microbatches of one pyramid, for each stage of the pipeline.
 LENGTH_PER_STAGE = 4
@@ -85,8 +84,7 @@ class Pyramids(Hint):
 
 def _has_joins(view: View) -> bool:
     """Whether branches of the graph join, as this step visits it."""
-    visits = Visits(view.microbatches, view.skipped)
-    return len(plain_stages(view.graph, visits.patterns)) < view.placement.stages
+    return len(plain_stages(view.graph, view.visits.patterns)) < view.placement.stages
 
 
 def pyramids(sizes: Sequence[float], length: int) -> list[int]:

@@ -13,7 +13,6 @@ from rrfp.core.ready_set import MicrobatchOrder, ReadySet
 from rrfp.errors import ConfigError, misspelt
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.model.visits import Visits
 from rrfp.plugins import Registry, name_of, named_or_loaded, where_defined
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
@@ -34,7 +33,7 @@ class ScheduleHint(Hint):
         """Look up the step's order; refuse a schedule that lacks a task."""
         # Tasks of virtual stages that a microbatch skips drop out: the others keep their order, which still ends.
         schedule = self._source(view)
-        order, visits = schedule.orders[view.stage], Visits(view.microbatches, view.skipped)
+        order, visits = schedule.orders[view.stage], view.visits
         if view.mode is not Mode.TRAIN:
             order = tuple(task for task in order if task.kind is Kind.F)
         self._order = tuple(filter(visits.exists, order)) if visits.are_partial else order

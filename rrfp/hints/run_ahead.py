@@ -33,8 +33,7 @@ from rrfp.core.events import Completed, Enqueued, Event
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.memory.branches import plain_stages
-from rrfp.model.tasks import F, Kind, Mode, Task
-from rrfp.model.visits import Visits
+from rrfp.model.tasks import LOCAL_KINDS, F, Kind, Mode, Task
 
 
 class RunAhead:
@@ -116,7 +115,7 @@ class _Stage:
     """One stage in one step."""
 
     def __init__(self, view: View) -> None:
-        graph, self._visits = view.graph, Visits(view.microbatches, view.skipped)
+        graph, self._visits = view.graph, view.visits
         self.is_plain = view.stage in plain_stages(graph, self._visits.patterns)
         self.virtual_stages = view.placement.virtual_stages(view.stage)
         self.distance = graph.distance_to_sink(view.stage)
@@ -163,8 +162,8 @@ class _Stage:
 class EncoderAware(Hint):
     """A hint that limits how far encoders run ahead.
 
-    Its subclasses take ready tasks from `first`, and return `last_resort` where that has none. ``may_wait`` holds in
-    steps in which a forward may be held back.
+    Its subclasses take ready tasks from `first`, and return `otherwise` where that has neither a forward nor a
+    backward. ``may_wait`` holds in steps in which a forward may be held back.
 
     Args:
         chunk_order: the chunk whose forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower
@@ -181,8 +180,11 @@ class EncoderAware(Hint):
             return self._run_ahead.first_forward(ready, view, self.chunk_order)
         return ready.first(kind, self.chunk_order)
 
-    def last_resort(self, ready: ReadySet, view: View) -> Task | None:
-        """What must not wait, where all is held back."""
+    def otherwise(self, ready: ReadySet, view: View) -> Task | None:
+        """A task that no other stage waits for, such as W; else what must not wait, where all is held back."""
+        for kind in LOCAL_KINDS:
+            if (task := ready.first(kind)) is not None:
+                return task
         return self._run_ahead.last_resort(ready, view) if self.may_wait else None
 
     def open_step(self, view: View) -> None:

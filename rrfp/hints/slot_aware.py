@@ -37,7 +37,6 @@ from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.hints.run_ahead import EncoderAware
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import B, F, Task, W
-from rrfp.model.visits import Visits
 
 
 class SlotAware(EncoderAware):
@@ -69,12 +68,11 @@ class SlotAware(EncoderAware):
         super().open_step(view)
         graph, here = view.graph, view.placement.virtual_stages(view.stage)
         chunks, distance = len(here), graph.distance_to_sink(view.stage)
-        visits = Visits(view.microbatches, view.skipped)
+        visits = view.visits
         self._depth = distance * chunks
         self._forwards = sum(len(visits.visitors(v)) for v in here)
         self._is_counted = graph.is_chain and not visits.are_partial
-        # The staircase rule reserves the last C - 1 slots for deeper chunks.
-        self._full = None if view.slots is None or not self._is_counted else view.slots - (chunks - 1)
+        self._full = view.full_at if self._is_counted else None
         self._least_deferred = (view.placement.stages - distance) * chunks
         self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if graph.split[v])
         self._receivers = _receivers(graph, here[0]) if chunks == 1 and not visits.are_partial else 0
@@ -99,7 +97,7 @@ class SlotAware(EncoderAware):
                 return weight
         elif view.last_kind is B or view.num_enqueued(F) - view.num_enqueued(B) < self._depth:
             return forward
-        return ready.first(B) or forward or ready.first(W) or self.last_resort(ready, view)
+        return ready.first(B) or forward or self.otherwise(ready, view)
 
     def _wants_slots(self, ready: ReadySet, view: View) -> bool:
         """Whether a free slot is better than a backward: rules 1 and 2."""

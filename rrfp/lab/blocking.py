@@ -134,9 +134,7 @@ class _Stage:
 class _Run:
     def __init__(self, costs: CostTable) -> None:
         self._costs = costs
-        self._durations = {Kind.F: costs.forward.tolist(), Kind.B: costs.backward.tolist()}
-        if costs.weight is not None:
-            self._durations[Kind.W] = costs.weight.tolist()
+        self._durations = {kind: times.tolist() for kind, times in costs.durations.items()}
         self._latency = {Kind.F: costs.latency_forward.tolist(), Kind.B: costs.latency_backward.tolist()}
         self._stages = [
             _Stage(_program(stage, costs.stages, costs.microbatches, split=costs.split))

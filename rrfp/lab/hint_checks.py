@@ -21,7 +21,7 @@ from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Mode, Task
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Visits
 
 __all__ = ["ALL_CHECKS", "Check", "HintFactory", "run_hint_checks"]
 
@@ -45,8 +45,8 @@ class HintCase:
     depth: int = 1
     #: A task may begin on an answer that did not know the last events.
     takes_offers: bool = False
-    #: For each step and microbatch the virtual stages that it skips; empty: none does.
-    skips: tuple[tuple[Skipped, ...], ...] = ()
+    #: By step, what each microbatch visits; empty: all visit everything.
+    visits: tuple[Visits, ...] = ()
 
 
 def _encoders(*stages: int) -> TaskGraph:
@@ -74,7 +74,7 @@ CASES = (
         _encoders(0, 1, 0, 1),
         ((_TRAIN, 4), (_FORWARD, 2)),
         limit=1,
-        skips=((_BOTH, _NEITHER, _NO_SOUND, _BOTH), (_NO_SOUND, _NEITHER)),
+        visits=(Visits(4, (_BOTH, _NEITHER, _NO_SOUND, _BOTH)), Visits(2, (_NO_SOUND, _NEITHER))),
     ),
     HintCase("train, evaluate, train", TaskGraph.chain(2), ((_TRAIN, 3), (_FORWARD, 2), (_TRAIN, 4))),
 )
@@ -214,7 +214,7 @@ def _orders(factory: HintFactory, case: HintCase, seed: int, delivery: Delivery 
         depth=case.depth,
         delivery=delivery,
         takes_offers=case.takes_offers,
-        skips=case.skips,
+        visits=case.visits,
     )
     try:
         network.run(case.steps)

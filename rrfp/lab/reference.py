@@ -92,7 +92,7 @@ class GraphWalk(Walk):
             raise ConfigError("inputs must have a list for each part that has any, all with one entry a microbatch")
         self.microbatches = lengths.pop()
         model = ModelGraph.of(graph)
-        model.skipped(visits, self.microbatches)
+        model.visits_of(visits, self.microbatches)
         self.modules = [module for name in graph.parts for module in by_part[name]]
         self._graph, self._inputs, self._kwargs = graph, inputs, kwargs
         self._visits = {} if visits is None else visits

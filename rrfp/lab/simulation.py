@@ -18,8 +18,10 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
-from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.memory.admission import Limit, rule_of
+from rrfp.memory.rules import RuleContext
 from rrfp.memory.size_order import followed, least
+from rrfp.model.tasks import F, Mode
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 #: Orders of microbatches.
@@ -97,7 +99,7 @@ def simulate(
     hint: HintSpec | None = None,
     strict: ScheduleSpec | None = None,
     limit: Limit | int | str | None = None,
-    admission: AdmissionRule | None = None,
+    admission: str | None = None,
     sends: Sends = "eager",
     sizes: Sequence[float] | None = None,
     order: MicrobatchOrder = "free",
@@ -155,7 +157,7 @@ def planned_sizes(costs: CostTable) -> list[float]:
 
     No estimate made before a step can be better, since the table's own jitter is in them.
     """
-    total = costs.forward + costs.backward if costs.weight is None else costs.forward + costs.backward + costs.weight
+    total: Matrix = sum(costs.durations.values(), start=np.zeros(()))
     sizes: list[float] = total.sum(axis=0).tolist()
     return sizes
 
@@ -164,7 +166,7 @@ def shown_correlation(costs: CostTable) -> float | None:
     """How closely times follow sizes, as an equal step before shows it; None without sizes."""
     if costs.sizes is None:
         return None
-    backward = costs.backward if costs.weight is None else costs.backward + costs.weight
+    backward: Matrix = sum((rows for kind, rows in costs.durations.items() if kind is not F), start=np.zeros(()))
     by_stage = []
     for stage in range(costs.stages):
         own = list(costs.virtual_stages_of(stage))
@@ -225,14 +227,22 @@ def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order
         in_bytes = tuple(limit.bytes or 0 for limit in limits)
         return replace(beside_bound(costs, result, None, held), limits_in_bytes=in_bytes)
     counts = tuple(costs.microbatches if limit.microbatches is None else limit.microbatches for limit in limits)
-    # Under the paper's rule D may pass K * C by C, as under a limit of K + 1.
-    extra = 1 if costs.chunks > 1 and any(limit.rule == "paper" for limit in limits) else 0
-    return beside_bound(costs, result, counts, [count + extra for count in counts])
+    return beside_bound(
+        costs,
+        result,
+        counts,
+        [_most_held(costs, stage, *each) for stage, each in enumerate(zip(limits, counts, strict=True))],
+    )
 
 
-def resolve_limits(
-    costs: CostTable, spec: Limit | int | str | None, admission: AdmissionRule | None = None
-) -> list[Limit]:
+def _most_held(costs: CostTable, stage: int, limit: Limit, count: int) -> int:
+    """The microbatches that a stage holds at most; by some rules D may pass K * C."""
+    graph, chunks = costs.to_graph(), costs.chunks_of(stage)
+    rule = rule_of(limit.rule, RuleContext(graph, stage, costs.visits, Mode.TRAIN, is_forced=False))
+    return -(-rule.bound(count * chunks, chunks) // chunks)
+
+
+def resolve_limits(costs: CostTable, spec: Limit | int | str | None, admission: str | None = None) -> list[Limit]:
     """The limit of every stage of a simulated hint."""
     spec = DEFAULT_LIMIT if spec is None else spec
     graph, stages = graph_of(costs), costs.stages
@@ -257,8 +267,7 @@ def _check_sum(costs: CostTable) -> None:
 
 def _matrices(costs: CostTable) -> list[Matrix]:
     """Everything in the table."""
-    matrices = (costs.forward, costs.backward, costs.weight, costs.latency_forward, costs.latency_backward)
-    return [matrix for matrix in matrices if matrix is not None]
+    return [*costs.durations.values(), costs.latency_forward, costs.latency_backward]
 
 
 def beside_bound(

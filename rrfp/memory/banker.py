@@ -29,9 +29,9 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rrfp.memory.admission import Admission, Limit
 from rrfp.memory.byte_limit import ByteLimit
 from rrfp.memory.held_bytes import HeldBytes, Owner
+from rrfp.memory.rules import MemoryRule, SlotCounts
 from rrfp.memory.seen_sizes import SeenSizes
 
 
@@ -101,17 +101,20 @@ class BankerBytes(ByteLimit):
         return sum(map(self._held.worst_of, owners)) + sum(in_flight)
 
 
-class Banker(Admission):
-    """See the module's docstring; arguments as of `Admission`. Nothing else is reserved: the rule does that too."""
+class Banker(MemoryRule):
+    """The in-order banker; arguments as of `MemoryRule`. Nothing else is reserved: the rule does that too."""
 
     __slots__ = ("_highest", "_holding", "_lowest_open", "_to_start")
 
+    name = "banker"
+    text = "a forward starts while every lower microbatch open on the stage keeps room for the rest of its forwards"
     is_by_number = True
     _byte_rule = BankerBytes
 
-    def __init__(self, limit: Limit, visitors: Sequence[Collection[int]], *, reserve: bool, **options: Any) -> None:
-        super().__init__(limit, visitors, reserve=False, **options)
-        self.drains_in_order = False
+    def __init__(
+        self, slots: int | None, most_bytes: int | None, visitors: Sequence[Collection[int]], **options: Any
+    ) -> None:
+        super().__init__(slots, most_bytes, visitors, **options)
         if self.slots is not None:
             self.roomy_below = min(self.roomy_below, self.slots - len(visitors))
         #: By microbatch: forwards to start, and slots held.
@@ -120,6 +123,26 @@ class Banker(Admission):
         self._lowest_open = 0
         #: The highest microbatch that may start; None: not known since the last change.
         self._highest: float | None = None
+
+    @classmethod
+    def validate(cls, slots: int, counts: SlotCounts) -> str | None:
+        """Every open microbatch has room for the rest of its forwards beside what it and higher ones hold."""
+        if (wrong := super().validate(slots, counts)) is not None:
+            return wrong
+        taken = 0
+        for microbatch in reversed(range(len(counts.to_start))):
+            taken += counts.by_microbatch[microbatch]
+            rest = counts.to_start[microbatch]
+            if (counts.by_microbatch[microbatch] or rest) and taken + rest > slots:
+                return (
+                    f"leaves microbatch {microbatch} no room: {taken} held from it on and {rest} to start, of {slots}"
+                )
+        return None
+
+    @property
+    def full_at(self) -> int | None:
+        """None: it depends on which microbatches hold the slots."""
+        return None
 
     def allows(self, chunk: int, microbatch: int, lowest_unforwarded: int) -> bool:
         """Whether the forward of ``microbatch`` on local ``chunk`` may start now."""

@@ -1,4 +1,4 @@
-"""A limit on bytes: which forwards fit. Owned by `rrfp.memory.admission.Admission`, beside the ledger of what is held.
+"""A limit on bytes: which forwards fit. Owned by a `rrfp.memory.rules.MemoryRule`, beside the ledger of what is held.
 
 A forward of chunk c fits if all of this together is within the limit: what is held; what the backwards to come are
 expected to add to that; what the forwards that run and this one are expected to leave, each microbatch its own bytes
@@ -31,10 +31,11 @@ with what is expected.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from typing import ClassVar
 
 from rrfp.memory.held_bytes import HeldBytes, Owner
 from rrfp.memory.seen_sizes import Preview, SeenSizes
-from rrfp.model.tasks import B, F, Kind
+from rrfp.model.tasks import ENDING_KINDS, F, Kind
 
 
 class ByteLimit:
@@ -43,6 +44,9 @@ class ByteLimit:
     ``sizes`` of the microbatches are those that the caller gave, if any; ``visitors`` has, for each chunk, those that
     visit it.
     """
+
+    name: ClassVar[str] = "bytes"
+    text: ClassVar[str] = "a forward starts while its expected bytes fit beside those held, or nothing is held"
 
     def __init__(
         self,
@@ -78,12 +82,17 @@ class ByteLimit:
         self._growing: set[Owner] = set()
         self._shrinking: set[Owner] = set()
 
+    @classmethod
+    def validate(cls, most: int, held: int) -> str | None:
+        """What is wrong with ``held`` bytes where every forward is as large as expected and fits alone, or None."""
+        return f"holds {held} bytes, the most allowed is {most}" if held > most else None
+
     def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
         """The forward of ``owner``, which has not started, is known better; see `rrfp.core.events.Previewed`."""
         self._previews[owner] = Preview(self._size(owner), input_bytes, signature)
 
     def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
-        """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.memory.admission`."""
+        """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.memory.rules`."""
         chunks = range(len(self._holders))
         needed = self._expected((chunk, microbatch)) + sum(map(self._expected_in_flight, self._unreported))
         needed += sum(max(0, self._room(deeper) - self._held_on(deeper)) for deeper in chunks[chunk + 1 :])
@@ -197,7 +206,7 @@ class ByteLimit:
             self._seen.saw(chunk, held + output, preview)
         if kind is F:
             self._forwarded(owner, held + output)
-        elif kind is B and self.is_in_work(owner):
+        elif kind not in ENDING_KINDS and self.is_in_work(owner):
             self._seen.saw_growth(chunk, self._held.of(owner, member), held + output, output)
         if member == 0 and kind is F:
             self._before_backward.add(owner)

@@ -26,10 +26,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import Self
+from typing import Any, Self
 
 from rrfp.memory.measured import Largest
 
@@ -47,23 +47,23 @@ class ConcaveEnvelope:
     the cap.
     """
 
-    __slots__ = ("_corners", "_largest")
+    __slots__ = ("corners", "largest")
 
     def __init__(self) -> None:
         #: Where the curve bends, by rising number and bytes; after the last one it is level.
-        self._corners: list[Point] = [(0.0, 0.0)]
-        self._largest = 0.0
+        self.corners: list[Point] = [(0.0, 0.0)]
+        self.largest = 0.0
 
     def __bool__(self) -> bool:
         """Whether there is a point with any bytes."""
-        return len(self._corners) > 1
+        return len(self.corners) > 1
 
     def add(self, number: float, num_bytes: float) -> None:
         """No longer lie below a point. Takes little more than a search among the corners."""
-        self._largest = max(self._largest, number)
+        self.largest = max(self.largest, number)
         if num_bytes <= self._at(number):
             return
-        corners, point = self._corners, (number, num_bytes)
+        corners, point = self.corners, (number, num_bytes)
         begin = end = bisect_left(corners, (number,))
         while end < len(corners) and _slope(point, corners[end]) <= self._slope_after(end):
             end += 1
@@ -73,16 +73,16 @@ class ConcaveEnvelope:
 
     def cover(self, other: ConcaveEnvelope) -> None:
         """Nowhere lie below ``other``, up to its largest number."""
-        for number, num_bytes in other._corners[1:]:
+        for number, num_bytes in other.corners[1:]:
             self.add(number, num_bytes)
-        self._largest = max(self._largest, other._largest)
+        self.largest = max(self.largest, other.largest)
 
     def at(self, number: float) -> float:
         """The curve, and beyond the largest number of any point its height there in proportion."""
-        return self._at(number) * max(1.0, number / self._largest) if self._largest else 0.0
+        return self._at(number) * max(1.0, number / self.largest) if self.largest else 0.0
 
     def _at(self, number: float) -> float:
-        corners = self._corners
+        corners = self.corners
         after = bisect_left(corners, (number,))
         if after == len(corners):
             return corners[-1][1]
@@ -91,7 +91,7 @@ class ConcaveEnvelope:
 
     def _slope_after(self, corner: int) -> float:
         """Of the curve behind one of its corners."""
-        corners = self._corners
+        corners = self.corners
         return _slope(corners[corner], corners[corner + 1]) if corner + 1 < len(corners) else 0.0
 
 
@@ -138,6 +138,16 @@ class _Scale:
         self._errors += other._errors
         self._count += other._count
 
+    def to_plain(self) -> list[Any]:
+        """The points at the curve's corners, the largest number, and the errors."""
+        return [[*self.curve.corners], self.curve.largest, self._errors, self._count]
+
+    def restore(self, corners: Sequence[Sequence[float]], largest: float, errors: float, count: int) -> None:
+        """Be as `to_plain` said."""
+        self.curve.corners[:] = [(number, num_bytes) for number, num_bytes in corners]
+        self.curve.largest = largest
+        self._errors, self._count = errors, count
+
     def judge(self, error: float) -> None:
         """An expectation was wrong by ``error``."""
         self._errors += error
@@ -159,6 +169,27 @@ class _Step:
         self.left_over = [0] * num_chunks
         #: By chunk and signature of a forward; see `SeenSizes.saw_signature`.
         self.of_signature: dict[tuple[int, Hashable], int] = {}
+
+    def to_plain(self) -> dict[str, Any]:
+        """As lists and numbers."""
+        return {
+            "largest": [[each.held, each.growth, each.growth_share] for each in self.largest],
+            "scales": [[scale.to_plain() for scale in scales] for scales in self.scales],
+            "left_over": [*self.left_over],
+            "of_signature": [[*key, num_bytes] for key, num_bytes in self.of_signature.items()],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """What `to_plain` made."""
+        step = cls(len(plain["largest"]))
+        step.largest = [Largest(*each) for each in plain["largest"]]
+        for scales, plain_scales in zip(step.scales, plain["scales"], strict=True):
+            for scale, plain_scale in zip(scales, plain_scales, strict=True):
+                scale.restore(*plain_scale)
+        step.left_over = [*plain["left_over"]]
+        step.of_signature = {(chunk, signature): num_bytes for chunk, signature, num_bytes in plain["of_signature"]}
+        return step
 
     def cover(self, other: _Step) -> None:
         """Be at least as large, signatures aside."""
@@ -266,6 +297,15 @@ class SeenSizes:
             step = _Step(self._num_chunks)
             step.largest = [replace(own[number]) for own in padded]
             self._steps.append(step)
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """All that is remembered; signatures are as they came."""
+        return [step.to_plain() for step in self._steps]
+
+    def restore_plain(self, steps: Sequence[Mapping[str, Any]]) -> None:
+        """Remember what `to_plain` made, instead of what was seen here."""
+        self._steps.clear()
+        self._steps.extend(_Step.from_plain(step) for step in steps)
 
 
 def _error(expected: float, actual: float) -> float:

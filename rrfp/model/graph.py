@@ -6,13 +6,13 @@ graph knows neither time nor arrival: it answers who feeds whom, and where a tas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from rrfp.errors import ConfigError
 from rrfp.model.placement import Layout, Placement, TablePlacement
-from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.tasks import KINDS, OPPOSITE, Kind, Mode, Side, Task
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class TaskGraph:
         count = self.placement.num_virtual_stages
         if self.edges is None:
             object.__setattr__(self, "edges", tuple((v, v + 1) for v in range(count - 1)))
-        if not self.split:
-            object.__setattr__(self, "split", (False,) * count)
-        if len(self.split) != count:
-            raise ConfigError(f"split has {len(self.split)} entries, must have {count}, one for each virtual stage")
+        for option in filter(None, (row.option for row in KINDS.values())):
+            runs = getattr(self, option) or (False,) * count
+            object.__setattr__(self, option, runs)
+            if len(runs) != count:
+                raise ConfigError(f"{option} has {len(runs)} entries, must have {count}, one for each virtual stage")
         if self.names and len(self.names) != count:
             raise ConfigError(f"names has {len(self.names)} entries, must have {count}, one for each virtual stage")
         assert self.edges is not None
@@ -91,9 +92,7 @@ class TaskGraph:
             virtual_stage: 0..V-1.
             mode: training or forward only.
         """
-        if mode is Mode.FORWARD:
-            return (Kind.F,)
-        return (Kind.F, Kind.B, Kind.W) if self.split[virtual_stage] else (Kind.F, Kind.B)
+        return self._kinds[mode][virtual_stage]
 
     def tasks(self, stage: int, microbatches: int, mode: Mode = Mode.TRAIN) -> Iterator[Task]:
         """Every task of a stage in a step.
@@ -109,7 +108,7 @@ class TaskGraph:
                     yield Task(kind, m, v)
 
     def inputs(self, task: Task) -> tuple[Task, ...]:
-        """The tasks whose outputs ``task`` reads.
+        """The tasks whose outputs ``task`` reads: by kind as `KINDS` has them, then as the virtual stages are numbered.
 
         F reads the forwards before it; B its own forward and the backwards after it; W its own backward.
 
@@ -117,11 +116,7 @@ class TaskGraph:
             task: any task of the graph.
         """
         kind, m, v = task
-        if kind is Kind.F:
-            return tuple(Task(Kind.F, m, u) for u in self.predecessors[v])
-        if kind is Kind.B:
-            return (Task(Kind.F, m, v), *(Task(Kind.B, m, w) for w in self.successors[v]))
-        return (Task(Kind.B, m, v),)
+        return tuple([Task(producer, m, u) for producer, u in self._reads[kind][v]])
 
     def consumers(self, kind: Kind, virtual_stage: int, mode: Mode) -> tuple[tuple[Kind, int], ...]:
         """The (kind, virtual stage) pairs that read an output.
@@ -131,13 +126,50 @@ class TaskGraph:
             virtual_stage: where that runs.
             mode: training or forward only.
         """
-        if kind is Kind.F:
-            onward = tuple((Kind.F, w) for w in self.successors[virtual_stage])
-            return onward if mode is Mode.FORWARD else (*onward, (Kind.B, virtual_stage))
-        if kind is Kind.B:
-            back = tuple((Kind.B, u) for u in self.predecessors[virtual_stage])
-            return (*back, (Kind.W, virtual_stage)) if self.split[virtual_stage] else back
-        return ()
+        return self._readers[mode][kind][virtual_stage]
+
+    @cached_property
+    def _kinds(self) -> Mapping[Mode, Sequence[tuple[Kind, ...]]]:
+        """By mode and virtual stage, the kinds of its tasks."""
+        runs = {kind: None if row.option is None else getattr(self, row.option) for kind, row in KINDS.items()}
+        every = range(len(self.stage_of))
+        train = [tuple(kind for kind, on in runs.items() if on is None or on[v]) for v in every]
+        forward = [tuple(kind for kind in kinds if KINDS[kind].in_evaluation) for kinds in train]
+        return {Mode.TRAIN: train, Mode.FORWARD: forward}
+
+    @cached_property
+    def _around(self) -> Mapping[Side, Sequence[tuple[int, ...]]]:
+        here = [(v,) for v in range(len(self.stage_of))]
+        return {Side.BEFORE: self.predecessors, Side.HERE: here, Side.AFTER: self.successors}
+
+    @cached_property
+    def _reads(self) -> Mapping[Kind, Sequence[tuple[tuple[Kind, int], ...]]]:
+        """By kind and virtual stage, what a task reads."""
+        kinds, around = self._kinds[Mode.TRAIN], self._around
+        return {
+            kind: [
+                tuple((read, u) for read, side in row.reads for u in around[side][v] if read in kinds[u])
+                for v in range(len(kinds))
+            ]
+            for kind, row in KINDS.items()
+        }
+
+    @cached_property
+    def _readers(self) -> Mapping[Mode, Mapping[Kind, Sequence[tuple[tuple[Kind, int], ...]]]]:
+        """By mode, kind and virtual stage, what reads an output."""
+        around, every = self._around, range(len(self.stage_of))
+        readers: dict[Mode, dict[Kind, list[tuple[tuple[Kind, int], ...]]]] = {}
+        for mode, kinds in self._kinds.items():
+            own = readers[mode] = {}
+            for kind in KINDS:
+                sides = [
+                    (reader, OPPOSITE[s]) for reader, row in KINDS.items() for read, s in row.reads if read is kind
+                ]
+                own[kind] = [
+                    tuple((reader, w) for reader, side in sides for w in around[side][v] if reader in kinds[w])
+                    for v in every
+                ]
+        return readers
 
     def last_kind(self, virtual_stage: int, mode: Mode) -> Kind:
         """The kind after which a virtual stage is done with a microbatch.

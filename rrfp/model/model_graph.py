@@ -11,7 +11,7 @@ from rrfp.model.declared import Graph, Part, PartKey, part_of
 from rrfp.model.feeds import Feed, Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Visits
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class ModelGraph:
         here = {name: tuple(v for v in own if stage_of[v] == stage) for name, own in self.numbers.items()}
         return {name: own for name, own in here.items() if own}
 
-    def skipped(self, visits: object, microbatches: int) -> tuple[Skipped, ...]:
-        """The virtual stages that each microbatch skips, as `rrfp.core.events.StepOpened` has them.
+    def visits_of(self, visits: object, microbatches: int) -> Visits:
+        """Which virtual stages each microbatch visits.
 
         Args:
             visits: for each optional part that some microbatch skips, M booleans: which ones visit it.
             microbatches: M.
         """
         if visits is None:
-            return ()
+            return Visits(microbatches)
         if not isinstance(visits, Mapping):
             raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict of lists by part")
         skips: list[set[str]] = [set() for _ in range(microbatches)]
@@ -104,7 +104,8 @@ class ModelGraph:
                 raise ConfigError(
                     f"visits: microbatch {m} skips all parts with a loss: must visit one of: {', '.join(self.sinks)}"
                 )
-        return tuple(frozenset(v for name in skipped for v in self.numbers[name]) for skipped in skips)
+        numbers = self.numbers
+        return Visits(microbatches, tuple(frozenset(v for name in own for v in numbers[name]) for own in skips))
 
     def _checked_visits(self, name: object, visited: Any, microbatches: int) -> Sequence[bool]:
         if name not in self.optional:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.tasks import ENDING_KINDS, KINDS, LOCAL_KINDS, Kind, Mode, Side, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +21,26 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(f"stage {i}: {' '.join(map(str, order))}" for i, order in enumerate(self.orders))
 
-    def with_weights(self, graph: TaskGraph) -> Schedule:
+    def with_local_tasks(self, graph: TaskGraph) -> Schedule:
         """The same order for a graph with split virtual stages: a missing W runs right after its B."""
-        if not any(graph.split):
+        every = range(graph.placement.num_virtual_stages)
+        local = [[kind for kind in graph.kinds(v, Mode.TRAIN) if kind in LOCAL_KINDS] for v in every]
+        if not any(local):
             return self
-        return Schedule(self.name, tuple(tuple(_with_weights(order, graph)) for order in self.orders))
+        return Schedule(self.name, tuple(tuple(_with_local_tasks(order, local)) for order in self.orders))
 
     def forward_only(self) -> Schedule:
         """The forwards alone, in the same order."""
-        return Schedule(self.name, tuple(tuple(t for t in order if t.kind is Kind.F) for order in self.orders))
+        return Schedule(
+            self.name, tuple(tuple(t for t in order if KINDS[t.kind].in_evaluation) for order in self.orders)
+        )
 
     def peak_held(self, stage: int, graph: TaskGraph) -> int:
         """The largest D of ``stage``, in chunk tasks, when it runs exactly this order."""
         frees = {v: graph.last_kind(v, Mode.TRAIN) for v in graph.placement.virtual_stages(stage)}
         held = peak = 0
         for kind, _, virtual_stage in self.orders[stage]:
-            if kind is Kind.F:
+            if KINDS[kind].takes_slot:
                 held += 1
                 peak = max(peak, held)
             elif kind is frees[virtual_stage]:
@@ -116,11 +120,12 @@ def _rows(graph: TaskGraph, virtual_stages: Iterable[int], microbatches: int, mo
     return {(kind, v): bytearray(microbatches) for v in virtual_stages for kind in graph.kinds(v, mode)}
 
 
-def _with_weights(order: tuple[Task, ...], graph: TaskGraph) -> Iterable[Task]:
-    present = {task for task in order if task.kind is Kind.W}
+def _with_local_tasks(order: tuple[Task, ...], local: Sequence[Sequence[Kind]]) -> Iterator[Task]:
+    present = {task for task in order if task.kind in LOCAL_KINDS}
     for task in order:
+        own = [task._replace(kind=kind) for kind in local[task.virtual_stage]]
+        missing = [each for each in own if each not in present]
+        yield from (each for each in missing if (each.kind, Side.HERE) in KINDS[task.kind].reads)
         yield task
-        if task.kind is Kind.B and graph.split[task.virtual_stage]:
-            weight = Task(Kind.W, task.microbatch, task.virtual_stage)
-            if weight not in present:
-                yield weight
+        ending = [each for each in missing if each.kind in ENDING_KINDS]
+        yield from (each for each in ending if (task.kind, Side.HERE) in KINDS[each.kind].reads)

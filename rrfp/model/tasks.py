@@ -1,21 +1,26 @@
-"""Task identities, and their text form.
+"""Task identities, their text form, and the one table of their kinds.
 
 A task is one forward (F), backward (B; the input gradient only on a split virtual stage) or weight-gradient (W)
 computation of one microbatch on one virtual stage. ``F3@5`` is the forward of microbatch 3 on virtual stage 5; the text
 parses back.
+
+`KINDS` has what sets kinds apart. The graph, the core, the engine, traces and pictures read it there, so a further kind
+is a row, and the code that computes it; docs/architecture.md has what else it takes.
 """
 
 from __future__ import annotations
 
 import re
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
 from typing import Final, NamedTuple
 
 from rrfp.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """The kind of a task."""
+    """The kind of a task. Members are in the order in which a microbatch runs them on a virtual stage."""
 
     F = "F"
     B = "B"
@@ -29,6 +34,53 @@ class Kind(StrEnum):
 F: Final = Kind.F
 B: Final = Kind.B
 W: Final = Kind.W
+
+
+class Side(Enum):
+    """Virtual stages around one, along the edges of the graph."""
+
+    BEFORE = "before"
+    HERE = "here"
+    AFTER = "after"
+
+
+#: The other way along the edges.
+OPPOSITE: Final = {Side.BEFORE: Side.AFTER, Side.HERE: Side.HERE, Side.AFTER: Side.BEFORE}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskKind:
+    """What sets one kind of task apart: a row of `KINDS`."""
+
+    #: The method of `StageProgram` that computes it, and its times in a cost table.
+    name: str
+    #: For people: in tables, traces and pictures, where it has this colour. Colours are distinct for all common colour
+    #: blindnesses and in grey: dark, light, middle.
+    label: str
+    colour: str
+    #: What its tasks read: outputs of which kind, from where.
+    reads: tuple[tuple[Kind, Side], ...]
+    #: Whether forward-only steps have it.
+    in_evaluation: bool = False
+    #: Whether it begins the work on a microbatch: takes a slot, which the last kind of a virtual stage frees.
+    takes_slot: bool = False
+    #: The field of `TaskGraph` that says which virtual stages run it; None: all do.
+    option: str | None = None
+
+
+#: The kinds, in the order in which a microbatch runs them on a virtual stage.
+KINDS: Final[Mapping[Kind, TaskKind]] = {
+    F: TaskKind("forward", "forward", "#2f6db5", ((F, Side.BEFORE),), in_evaluation=True, takes_slot=True),
+    B: TaskKind("backward", "backward", "#f5b041", ((F, Side.HERE), (B, Side.AFTER))),
+    W: TaskKind("weight", "weight gradient", "#4fa58c", ((B, Side.HERE),), option="split"),
+}
+_READ = [read for row in KINDS.values() for read in row.reads]
+#: Where outputs travel to other virtual stages: against the way by which these read them.
+SENT_TO: Final[Mapping[Kind, Side]] = {kind: OPPOSITE[side] for kind, side in _READ if side is not Side.HERE}
+#: Kinds that no other virtual stage waits for.
+LOCAL_KINDS: Final = tuple(kind for kind in KINDS if kind not in SENT_TO)
+#: Kinds that no task waits for: they end the work on a microbatch, and free its memory.
+ENDING_KINDS: Final = tuple(kind for kind in KINDS if kind not in dict(_READ))
 
 
 class Mode(StrEnum):
@@ -60,11 +112,13 @@ class Task(NamedTuple):
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ConfigError(f"task {text!r} is not of the form F3@5: F, B or W, microbatch, '@', virtual stage")
+            *others, last = Kind
+            kinds = f"{', '.join(others)} or {last}"
+            raise ConfigError(f"task {text!r} is not of the form F3@5: {kinds}, microbatch, '@', virtual stage")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
 
-_TEXT = re.compile(r"([FBW])(0|[1-9][0-9]*)@(0|[1-9][0-9]*)")
+_TEXT = re.compile(rf"([{''.join(Kind)}])(0|[1-9][0-9]*)@(0|[1-9][0-9]*)")
 
 
 class StepId(NamedTuple):

@@ -18,11 +18,16 @@ class Visits:
 
     A microbatch runs no task on a virtual stage that it skips, and what would have read that output reads nothing in
     its place. So each microbatch has a graph of its own: the virtual stages that it visits, and the edges among them.
+
+    Attributes:
+        microbatches: M.
+        skipped: for each microbatch the virtual stages that it does not visit. Empty: each one visits all.
+
+    Raises:
+        ConfigError: if ``skipped`` has neither no entry nor one a microbatch.
     """
 
-    #: M.
     microbatches: int
-    #: For each microbatch the virtual stages that it does not visit. Empty: each one visits all.
     skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
@@ -44,18 +49,34 @@ class Visits:
         return frozenset(self.skipped or [frozenset()])
 
     def exists(self, task: Task) -> bool:
-        """Whether the microbatch of ``task`` visits its virtual stage."""
+        """Whether the microbatch of ``task`` visits its virtual stage.
+
+        Args:
+            task: any task of the pipeline.
+        """
         return task.virtual_stage not in self.skipped_by(task.microbatch)
 
     def skipped_by(self, microbatch: int) -> Skipped:
-        """The virtual stages that ``microbatch`` skips."""
+        """The virtual stages that ``microbatch`` skips.
+
+        Args:
+            microbatch: 0..M-1.
+        """
         return self.skipped[microbatch] if self.skipped else frozenset()
 
     def visitors(self, virtual_stage: int) -> Collection[int]:
-        """The microbatches that visit ``virtual_stage``."""
+        """The microbatches that visit ``virtual_stage``.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
         every = range(self.microbatches)
         return frozenset(every) - self.skippers(virtual_stage) if self.skipped else every
 
     def skippers(self, virtual_stage: int) -> frozenset[int]:
-        """The microbatches that skip ``virtual_stage``."""
+        """The microbatches that skip ``virtual_stage``.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
         return frozenset(m for m, skipped in enumerate(self.skipped) if virtual_stage in skipped)

@@ -28,6 +28,7 @@ from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import SeedNotice, replica_seed
 from rrfp.compute.torch_stage import StageEnvironment, TorchStage
+from rrfp.core.event_history import EventHistory
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
@@ -313,7 +314,15 @@ class RankBuilder:
         is_led = options.coordination == "leader"
         group = GroupMembership(topology.member, topology.members) if is_led else GroupMembership()
         return StageRunner(
-            StageCore(graph, topology.stage, self._method.new_hint(), limit, group=group, in_order=rank.in_order),
+            StageCore(
+                graph,
+                topology.stage,
+                self._method.new_hint(),
+                limit,
+                group=group,
+                in_order=rank.in_order,
+                history=EventHistory(),
+            ),
             rank.program,
             stage_lane(topology.stage, rank.device, options.lane, options.lane_nice),
             staged(create_transport(options.transport, context), context.copies),
@@ -330,6 +339,7 @@ class RankBuilder:
                 None if rank.reducer is None else rank.reducer.reduce,
                 rank.ties,
                 handshake.agreement,
+                options.event_log,
             ),
         )
 

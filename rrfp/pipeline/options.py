@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -89,6 +90,10 @@ def _function(call: str) -> Option:
 def _is_loss(value: Any) -> bool:
     losses = value.values() if isinstance(value, Mapping) else [value]
     return value is None or all(map(callable, losses))
+
+
+def _is_folder(value: Any) -> bool:
+    return value is None or isinstance(value, str | os.PathLike)
 
 
 def _are_callbacks(value: Any) -> bool:
@@ -203,6 +208,10 @@ class Options:
     """How many of the newest training steps' traces each rank keeps for `save_trace`; 0 keeps none. With more than
     65,536 spans (tasks, waits, messages) in all of them, about 10 MB, it keeps fewer."""
 
+    event_log: Annotated[str | os.PathLike[str] | None, Option("a folder, or None", _is_folder)] = None
+    """A folder: when the pipeline stalls or aborts, each rank writes what its core was told in the current and the last
+    step to ``events-rankR.jsonl`` there, for ``rrfp check replay``. No tensors are in it."""
+
     callbacks: Annotated[Sequence[Callback], Option("a list of rrfp.callbacks.Callback", _are_callbacks)] = ()
     """Objects that are notified of steps, stalls and aborts, on a thread of their own; see `rrfp.callbacks.Callback`.
     Each process has its own."""
@@ -287,6 +296,7 @@ class OptionArguments(TypedDict, total=False):
     allow_insecure: bool
     data: DataSecurity
     trace_steps: int
+    event_log: str | os.PathLike[str] | None
     callbacks: Sequence[Callback]
     lane_nice: int
     lane: LaneFactory | None

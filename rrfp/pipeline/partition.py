@@ -19,7 +19,7 @@ from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.names import TextOf, named
-from rrfp.model.tasks import Kind
+from rrfp.model.tasks import KINDS, Kind, Mode
 from rrfp.pipeline.options import Options
 
 _ALLOWED = "an nn.Module, a list of them (one for each chunk), or an rrfp.StageProgram"
@@ -123,12 +123,14 @@ class Partition:
                     )
 
     def check_program(self, program: StageProgram) -> None:
-        """Raise a ConfigError if backward is split and ``program`` has no ``weight``."""
-        if any(self.graph.split) and type(program).weight is StageProgram.weight:
-            raise ConfigError(
-                f"{type(program).__name__} has no weight(), needed where backward is split: implement it, or leave "
-                "split=False"
-            )
+        """Raise a ConfigError if ``program`` cannot run an optional kind, such as W where backward is split."""
+        for row in KINDS.values():
+            cannot = getattr(type(program), row.name) is getattr(StageProgram, row.name)
+            if row.option is not None and any(getattr(self.graph, row.option)) and cannot:
+                raise ConfigError(
+                    f"{type(program).__name__} has no {row.name}(), needed for {row.label}s of their own: implement "
+                    f"it, or leave {row.option}=False"
+                )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
         """The forced orders of a rank with ``modules``."""
@@ -139,7 +141,7 @@ class Partition:
         if not self.deterministic:
             return frozenset()
         graph = self.graph
-        adds = {(Kind.W if split else Kind.B, v) for v, split in enumerate(graph.split)}
+        adds = {(graph.last_kind(v, Mode.TRAIN), v) for v in range(graph.placement.num_virtual_stages)}
         forwards = {(Kind.F, v) for v, module in modules.items() if writes_buffers_in_forward(module)}
         return frozenset(adds | forwards)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 from rrfp import timeouts
@@ -14,15 +16,19 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.stage_core import StageCore
 from rrfp.devices.base import Device
-from rrfp.errors import Origin, PeerLostError, ProtocolError
+from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
+from rrfp.log import get_logger
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.runtime.start.handshake import StartDigests
 from rrfp.runtime.supervisor import TaskSupervisor
+from rrfp.trace.event_log import write_event_log
 from rrfp.trace.spans import Recorder
 from rrfp.transports.base import Channel, Message, MessageKind, Transport
+
+logger = get_logger(__name__)
 
 
 class RankActivity:
@@ -186,6 +192,8 @@ class RankSettings:
     ties: TiedGradients | None = None
     #: What ranks agreed on before they connected, compared once they are.
     agreement: StartDigests = field(default_factory=StartDigests)
+    #: Where the events of the core go when it stalls or aborts; None: nowhere.
+    event_log: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +221,8 @@ class RankContext:
     observer: Observer
     #: Of the rank's loop.
     time: LoopTime
+    #: Writes the events of the core into a file, where the caller wants one; the text says why. Raises nothing.
+    save_events: Callable[[str], None] = lambda why: None
     #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
 
@@ -242,5 +252,17 @@ class RankContext:
             Recorder(topology.stage, lane.now),
             Unobserved() if settings.observer is None else settings.observer,
             time,
+            partial(_save_events, settings.event_log, topology, core),
             model,
         )
+
+
+def _save_events(folder: str | os.PathLike[str] | None, topology: Topology, core: StageCore, why: str) -> None:
+    if folder is None:
+        return
+    try:
+        path = write_event_log(folder, topology, core, why)
+    except ConfigError as error:
+        logger.warning("%s has not written its event log: %s", topology.name, error, stage=topology.stage)
+    else:
+        logger.info("%s has written %s", topology.name, path, stage=topology.stage)

@@ -234,7 +234,7 @@ class CoreDriver:
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits.skipped)
+            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits)
             self.arbiter.kick()
             self._apply(ev.StepOpened(*opened))
         if self._previews is not None:

@@ -15,7 +15,7 @@ from rrfp import timeouts
 from rrfp.core import events as ev
 from rrfp.errors import FrameError, PeerLostError, ProtocolError, RrfpError
 from rrfp.log import get_logger
-from rrfp.model.tasks import Kind, StepId, Task
+from rrfp.model.tasks import SENT_TO, Side, StepId, Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, delivering, sending_at_once
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 #: Takes a message that arrived; raises ProtocolError if it makes no sense.
 Handler = Callable[[Message], None]
 
-_CHANNELS = {Kind.F: Channel.FORWARD, Kind.B: Channel.BACKWARD}
+_CHANNELS = {kind: Channel.FORWARD if side is Side.AFTER else Channel.BACKWARD for kind, side in SENT_TO.items()}
 
 
 class Messenger:

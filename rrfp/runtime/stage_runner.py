@@ -275,3 +275,5 @@ class StageRunner:
         self._release()
         with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self.core.apply(ev.Aborted(failure.origin))
+        # Soon, since the peers are to hear of the failure first.
+        asyncio.get_running_loop().call_soon(self._context.save_events, str(failure.origin))

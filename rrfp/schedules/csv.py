@@ -17,7 +17,7 @@ from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Task
 
 # Nine digits are more than any pipeline has, and an int for certain.
-_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_CELL = re.compile(rf"([0-9]{{1,9}})([I{''.join(Kind)}])([0-9]{{1,9}})")
 _FORMS = "a virtual stage, a type (F, B, I or W) and a microbatch, such as 2F0"
 
 

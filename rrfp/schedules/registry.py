@@ -174,8 +174,8 @@ def _zb_h1_slots(stage: int, stages: int, microbatches: int) -> list[Slot]:
     ]
 
 
-_F0, _B0, _W0 = [(kind, 0) for kind in Kind]
-_F1, _B1, _W1 = [(kind, 1) for kind in Kind]
+_F0, _B0, _W0 = (Kind.F, 0), (Kind.B, 0), (Kind.W, 0)
+_F1, _B1, _W1 = (Kind.F, 1), (Kind.B, 1), (Kind.W, 1)
 
 
 def zb_v(graph: TaskGraph, microbatches: int) -> Schedule:
@@ -254,7 +254,7 @@ def make_schedule(spec: ScheduleSpec, graph: TaskGraph, microbatches: int) -> Sc
         return spec.for_graph(graph, microbatches)
     generate, needs = _known(spec)
     needs.check(spec, graph)
-    return generate(graph, microbatches).with_weights(graph).validate(graph, microbatches)
+    return generate(graph, microbatches).with_local_tasks(graph).validate(graph, microbatches)
 
 
 def _known(name: str) -> tuple[ScheduleGenerator, Needs]:

@@ -22,7 +22,7 @@ from typing import Any
 from rrfp.atomic_files import write_atomically
 from rrfp.model.graph import TaskGraph
 from rrfp.model.plain_graph import graph_to_plain
-from rrfp.model.tasks import Kind, Task
+from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
@@ -32,7 +32,6 @@ Event = dict[str, Any]
 
 #: Thread ids: the steps first, then the stages.
 STEPS_THREAD = 0
-KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
 
 #: An argument of a task on a device: when its call returned, in microseconds on the axis of the file.
 LAUNCHED = "launched"
@@ -188,7 +187,7 @@ class _Step:
     def _task(self, span: TaskSpan) -> Event:
         kind, microbatch, virtual_stage = span.task
         args: dict[str, object] = {
-            "kind": KIND_NAMES[kind],
+            "kind": KINDS[kind].label,
             "microbatch": microbatch,
             "virtual stage": virtual_stage,
             "step": self._trace.step,
@@ -244,8 +243,8 @@ class _Step:
         kind, microbatch, v = message.task
         candidates = self._by_microbatch.get((message.target, kind, microbatch), [])
         if self._graph is not None:
-            readers = (self._graph.successors if kind is Kind.F else self._graph.predecessors)[v]
-            candidates = [span for span in candidates if span.task.virtual_stage in readers]
+            readers = self._graph.consumers(kind, v, Mode.TRAIN)
+            candidates = [span for span in candidates if (kind, span.task.virtual_stage) in readers]
         return next((span for span in candidates if span.end >= sender.end and span is not sender), None)
 
     def _microseconds(self, time: float) -> float:
@@ -253,4 +252,4 @@ class _Step:
 
 
 def _arrow_name(task: Task) -> str:
-    return "activation" if task.kind is Kind.F else "gradient"
+    return "activation" if SENT_TO.get(task.kind) is Side.AFTER else "gradient"

@@ -41,6 +41,6 @@ def skipped_from_plain(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
     for name, microbatches in plain.items():
         field = f"args.{SKIPPED}.{name}"
         if not isinstance(microbatches, list):
-            raise ValueError(f"{field} is {reprlib.repr(microbatches)}, must be a list of microbatches")
+            raise value_error(field, f"is {reprlib.repr(microbatches)}, must be a list of microbatches")
         skips += [(whole(field, microbatch, error=value_error), numbers[name]) for microbatch in microbatches]
     return tuple(sorted(skips))

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from rrfp.model.tasks import Kind
+from rrfp.model.tasks import KINDS
 from rrfp.trace.spans import StepTrace
 
 
@@ -26,7 +26,7 @@ def held_levels(trace: StepTrace, stage: int) -> list[Level]:
         if span.stage == stage:
             key = (span.task.microbatch, span.task.virtual_stage)
             ends[key] = max(span.end, ends.get(key, span.end))
-            if span.task.kind is Kind.F:
+            if KINDS[span.task.kind].takes_slot:
                 changes[span.start, 1] += 1
                 started.add(key)
     for key in started:

@@ -28,7 +28,7 @@ def test_a_form_runs_the_graph_of_its_table(form: str) -> None:
     assert model.tasks.names == wanted.names
     assert model.tasks.placement == wanted.placement
     assert sorted(model.tasks.edges or ()) == sorted(wanted.edges or ())
-    assert model.skipped(visits_of(table), table.microbatches) == (table.skipped or (frozenset(),) * 6)
+    assert model.visits_of(visits_of(table), table.microbatches) == table.visits
 
 
 def test_the_pace_stretches_tasks_and_no_bytes() -> None:

@@ -16,7 +16,7 @@ from cli.shell import rrfp, rrfp_process
 
 import rrfp as package
 
-CHECKS = ("check faults", "check admission", "check hint", "check transport", "check lane")
+CHECKS = ("check faults", "check admission", "check replay", "check hint", "check transport", "check lane")
 COMMANDS = ("demo", "simulate", "sweep", "trace", "costs", "hints", "transports", "doctor", *CHECKS)
 
 
@@ -59,7 +59,10 @@ def test_version() -> None:
     [
         (("nope",), "No such command 'nope', must be one of: demo, trace"),
         (("--nope",), "No such option: --nope (see rrfp --help)"),
-        (("check", "nope"), "No such command 'nope', must be one of: faults, admission, hint, transport, lane (se"),
+        (
+            ("check", "nope"),
+            "No such command 'nope', must be one of: faults, admission, replay, hint, transport, lane (se",
+        ),
         (("check", "hint"), "Missing argument 'NAME'"),
         (("check", "hint", "nope"), "hint is 'nope', must be one of: bf"),
         (

@@ -164,7 +164,7 @@ def test_a_limit_in_bytes_and_an_unknown_rule_are_refused() -> None:
     with pytest.raises(ConfigError, match="limit: bytes must be None with rule 'paper'"):
         Limit(2, 100, "paper")
     with pytest.raises(ConfigError, match="rule is 'strict', must be one of: staircase, paper"):
-        Limit(2, rule="strict")  # type: ignore[arg-type]
+        Limit(2, rule="strict")
 
 
 def test_a_service_order_follows_the_lowest_microbatch_that_is_not_done() -> None:

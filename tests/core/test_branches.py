@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rrfp.errors import ConfigError
-from rrfp.memory.admission import Admission, Limit
-from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.admission import Limit, rule_of
+from rrfp.memory.rules import RuleContext
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Mode
 from rrfp.model.visits import Visits
 
 LIMIT, PAPER = Limit(2), Limit(2, rule="paper")
@@ -52,8 +53,8 @@ def test_a_table_that_says_the_same_behaves_as_the_layout() -> None:
 def plain_stages(graph: TaskGraph, *skipped: frozenset[int], everywhere: bool = True) -> set[int]:
     """The stages that take the staircase in any order: microbatches skip these; ``everywhere``, one skips nothing."""
     patterns = (*skipped, frozenset[int]()) if everywhere else skipped
-    visits, stages = Visits(len(patterns), patterns), range(graph.placement.stages)
-    return {stage for stage in stages if rule_of(graph, stage, LIMIT, visits, is_forced=False) is Admission}
+    of_stages = rules(graph, LIMIT, patterns, is_forced=False)
+    return {stage for stage, rule in enumerate(of_stages) if rule == "S"}
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,18 @@ def test_a_join_that_no_microbatch_visits_is_none() -> None:
 TWO_SOURCES = graph_of("02 12", (0, 1, 2))
 
 
-def rules(graph: TaskGraph, limit: Limit, skipped: tuple[frozenset[int], ...] = (), *, is_forced: bool) -> str:
-    """For each stage the first letter of its rule's class: A, or B for the banker."""
-    visits, stages = Visits(2, skipped), range(graph.placement.stages)
-    return "".join(rule_of(graph, stage, limit, visits, is_forced=is_forced).__name__[0] for stage in stages)
+def rules(
+    graph: TaskGraph,
+    limit: Limit,
+    skipped: tuple[frozenset[int], ...] = (),
+    *,
+    is_forced: bool,
+    mode: Mode = Mode.TRAIN,
+) -> str:
+    """For each stage the first letter of its rule: staircase, reserve, paper or banker."""
+    visits = Visits(len(skipped) or 2, skipped)
+    contexts = (RuleContext(graph, v, visits, mode, is_forced) for v in range(graph.placement.stages))
+    return "".join(rule_of(limit.rule, context).__name__[0] for context in contexts)
 
 
 def test_chains_keep_their_rule_in_any_order_under_any_limit() -> None:
@@ -104,18 +113,21 @@ def test_chains_keep_their_rule_in_any_order_under_any_limit() -> None:
             TaskGraph(Placement(3), ((0, 1), (1, 2), (0, 2))),
         ):
             for is_forced in (False, True):
-                assert rules(graph, limit, is_forced=is_forced) == "AAA"
+                ordered = "R" if is_forced else "S"
+                is_papers = limit is PAPER and graph.placement.chunks > 1
+                assert rules(graph, limit, is_forced=is_forced) == ("P" if is_papers else ordered) * 3
+                assert rules(graph, limit, is_forced=is_forced, mode=Mode.FORWARD) == ordered * 3
 
 
 def test_on_other_graphs_the_banker_applies_where_it_must_and_everywhere_in_a_forced_order() -> None:
-    assert rules(TWO_SOURCES, LIMIT, is_forced=False) == "BBA"
+    assert rules(TWO_SOURCES, LIMIT, is_forced=False) == "BBS"
     assert rules(TWO_SOURCES, LIMIT, is_forced=True) == "BBB"
-    assert rules(TaskGraph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=False) == "AAA"
+    assert rules(TaskGraph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=False) == "SSS"
     assert rules(TaskGraph.chain(3), LIMIT, (frozenset({1}), frozenset()), is_forced=True) == "BBB"
 
 
 def test_the_papers_rule_holds_for_stages_of_several_chunks_only() -> None:
-    assert rules(graph_of("02 12", (0, 1, 0)), PAPER, is_forced=False) == "AB"
-    assert rules(graph_of("01 12", (0, 1, 0)), PAPER, is_forced=False) == "AB"
+    assert rules(graph_of("02 12", (0, 1, 0)), PAPER, is_forced=False) == "PB"
+    assert rules(graph_of("01 12", (0, 1, 0)), PAPER, is_forced=False) == "PB"
     assert rules(TWO_SOURCES, PAPER, is_forced=False) == "BBB"
-    assert [rule_of(TWO_SOURCES, v, LIMIT, Visits(1), is_forced=False) is Admission for v in (0, 2)] == [False, True]
+    assert rules(TWO_SOURCES, LIMIT, is_forced=False) == "BBS"

@@ -16,7 +16,7 @@ from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import natural_order
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.graph_cases import random_visits
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, Task
@@ -133,7 +133,7 @@ def random_orders(seed: int, *, forced: bool) -> list[Sequence[Task]]:
         delivery="any",
         members=members,
         takes_offers=members == 1 and rng.random() < 0.5,
-        skips=[random_skips(count, microbatches, rng, rng.choice([0.0, 0.4]))],
+        visits=[random_visits(count, microbatches, rng, rng.choice([0.0, 0.4]))],
     )
     run.run([(rng.choice([Mode.TRAIN, Mode.TRAIN, Mode.FORWARD]), microbatches)])
     return [order for stage in range(stages) for member in range(members) for order in run.order_of(stage, member)]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from core_script import T
 
 from rrfp import Topology
+from rrfp.compute.program import StageProgram
 from rrfp.core.task_state import counters
+from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, KINDS, LOCAL_KINDS, SENT_TO, Kind, Mode, Side, StepId, Task
 
 
 @pytest.mark.parametrize("task", [Task(kind, m, v) for kind in Kind for m, v in [(0, 0), (3, 5), (120, 64)]], ids=str)
@@ -27,6 +31,17 @@ def test_text_that_is_no_task_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Task.parse(text)
     assert str(caught.value) == f"task {text!r} is not of the form F3@5: F, B or W, microbatch, '@', virtual stage"
+
+
+def test_the_table_of_kinds_has_each_with_its_program_method_costs_and_graph_option() -> None:
+    assert tuple(KINDS) == tuple(Kind)
+    costs = {field.name for field in fields(CostTable)}
+    for row in KINDS.values():
+        assert callable(getattr(StageProgram, row.name))
+        assert row.name in costs
+        assert row.option is None or getattr(TaskGraph.chain(2), row.option) == (False, False)
+    assert SENT_TO == {Kind.F: Side.AFTER, Kind.B: Side.BEFORE}
+    assert LOCAL_KINDS == ENDING_KINDS == (Kind.W,)
 
 
 def test_a_step_prints_its_number_mode_and_size() -> None:

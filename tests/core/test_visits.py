@@ -167,5 +167,11 @@ def test_the_next_step_may_visit_other_virtual_stages() -> None:
 
 def test_skips_of_another_number_of_microbatches_are_refused() -> None:
     script = Script(APART, microbatches=0)
-    with pytest.raises(ConfigError, match="skipped has 1 entries, must have 2, one a microbatch"):
-        script.told(StepOpened(0, Mode.TRAIN, 2, skipped=(frozenset(),)))
+    with pytest.raises(ConfigError, match="visits are of 1 microbatches, must be of 2"):
+        script.told(StepOpened(0, Mode.TRAIN, 2, visits=Visits(1)))
+
+
+def test_the_old_name_of_what_microbatches_visit_warns_and_says_the_same() -> None:
+    view = Script(APART, 2, skipped=[{0}, {1}]).core.view
+    with pytest.warns(DeprecationWarning, match="view.skipped is now view.visits.skipped"):
+        assert view.skipped == (frozenset({0}), frozenset({1})) == view.visits.skipped

@@ -20,10 +20,12 @@ COMMANDS = [
 ]
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
-#: What shortens a command that would take minutes, and by what; and what stands for one that needs a running job.
+#: What shortens a command that would take minutes, and by what; and what stands for one that needs a job that runs or
+#: has failed.
 SHORTER = {
     "rrfp demo": "rrfp demo --stages 2 --microbatches 4 --warm-up 0 --steps 1 --out .",
     "rrfp top": "rrfp top --help",
+    "rrfp check replay LOG": "rrfp check replay --help",
     "rrfp check faults --runs 1000": "rrfp check faults --runs 20",
     "rrfp check admission": "rrfp check admission --stages 1,2 --microbatches 2 --chunks 1",
     **{each: each.replace("--seeds 5", "--seeds 2 --microbatches 8") for each in COMMANDS if "--seeds 5" in each},

@@ -56,7 +56,7 @@ def random_visits(rng: random.Random, graph: rrfp.Graph, count: int) -> dict[str
     for _ in range(20):
         visits = {name: [rng.random() < 0.6 for _ in range(count)] for name in compiled.optional}
         try:
-            compiled.skipped(visits, count)
+            compiled.visits_of(visits, count)
         except ConfigError:
             continue
         return visits

@@ -53,12 +53,12 @@ def test_a_saved_trace_has_the_graph_and_what_was_skipped(name: str, split: bool
     parts = ModelGraph.of(own.graph)
     assert run.graph == parts.tasks
     assert run.num_stages == own.stages
-    assert [step.skipped for step in run.steps] == [skips(parts.skipped(own.visits, 4))] * STEPS
+    assert [step.skipped for step in run.steps] == [skips(parts.visits_of(own.visits, 4).skipped)] * STEPS
     measured = measured_costs([("t", run)])
     table = measured.table
     assert table.graph is not None
     assert table.graph.names == parts.tasks.names
-    assert table.skipped == parts.skipped(own.visits, 4)
+    assert table.skipped == parts.visits_of(own.visits, 4).skipped
     assert table.sizes == tuple(SIZES)
     assert (measured.filled, table.split) == (0, split)
     step = next(each for each in run.steps if each.step == measured.step)

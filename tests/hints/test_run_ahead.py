@@ -16,11 +16,12 @@ from rrfp.hints.pyramid import Pyramids
 from rrfp.hints.registry import HINTS, create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.graph_cases import SlotLimit, random_skips
+from rrfp.lab.explore.graph_cases import SlotLimit, random_visits
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Mode
+from rrfp.model.visits import Visits
 
 #: On both of two stages a part of an image encoder (0, 1), of an audio encoder (2, 3) and of the model (4, 5).
 COLOCATED = TaskGraph(TablePlacement((0, 1, 0, 1, 0, 1)), ((0, 1), (2, 3), (1, 4), (3, 4), (4, 5)))
@@ -172,7 +173,7 @@ def test_every_hint_ends_on_graphs_from_the_smallest_legal_limit(
             limits,
             seed=seed,
             depth=1 + seed % 2,
-            skips=[tuple(skips)] if seed % 3 else [],
+            visits=[Visits(6, tuple(skips))] if seed % 3 else [],
         )
         network.run([(Mode.TRAIN, 6)])
 
@@ -191,7 +192,7 @@ def run_tree(seed: int) -> None:
     count = graph.placement.num_virtual_stages
     limits = [SlotLimit(chunk_tasks=graph.placement.chunks_of(stage) + rng.randrange(2)) for stage in range(2)]
     hints = [holding_back(rng.choice([BackwardForward, ForwardPriority])()) for _ in limits]
-    RandomRun(graph, hints, limits, seed=seed, skips=[random_skips(count, 6, rng, 0.3)]).run([(Mode.TRAIN, 6)])
+    RandomRun(graph, hints, limits, seed=seed, visits=[random_visits(count, 6, rng, 0.3)]).run([(Mode.TRAIN, 6)])
 
 
 def test_on_trees_the_staircase_lets_every_step_end_although_hints_hold_back_what_they_may() -> None:

@@ -53,9 +53,9 @@ class Named:
 NAMED: tuple[Named, ...] = (
     Named(
         "staircase dropped",
-        "rrfp/memory/admission.py",
-        "return self._chunks - 1 - chunk if is_lowest else self._chunks",
-        "return 0 if is_lowest else self._chunks",
+        "rrfp/memory/rules.py",
+        "return self._chunks - 1 - chunk",
+        "return 0",
         (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
     ),
     Named(
@@ -67,9 +67,9 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "reserve rule dropped",
-        "rrfp/memory/admission.py",
-        "        self.reserve = reserve\n",
-        "        self.reserve = False\n",
+        "rrfp/memory/rules.py",
+        'return "reserve" if context.is_forced else cls.name',
+        "return cls.name",
         (ADMISSION, CAMPAIGN, tests("core/test_admission.py")),
     ),
     Named(

@@ -56,7 +56,7 @@ def test_a_module_list_is_a_list_of_chunks() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"strict": "zb-h1"}, {"hint": "zb-h1"}])
 def test_a_stage_program_without_weight_tasks_is_refused_where_backward_is_split(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Ones has no weight\(\), needed where backward is split"):
+    with pytest.raises(ConfigError, match=r"Ones has no weight\(\), needed for weight gradients of their own"):
         rrfp.local([Ones(), Ones()], split=True, **options)
 
 

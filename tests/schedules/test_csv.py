@@ -19,6 +19,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Mode
+from rrfp.model.visits import Visits
 from rrfp.schedules.csv import CsvSchedule, from_csv, to_csv
 from rrfp.schedules.registry import make_schedule
 
@@ -169,7 +170,7 @@ def test_a_schedule_file_for_a_graph_runs_strictly_without_what_microbatches_ski
     branch = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
     text = "0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n2F0,2B0,2F1,2B1"
     hints = [create_strict(CsvSchedule("branch.csv", text)) for _ in range(3)]
-    network = RandomRun(branch, hints, [Limit()] * 3, skips=[(frozenset[int](), frozenset({1}))])
+    network = RandomRun(branch, hints, [Limit()] * 3, visits=[Visits(2, (frozenset(), frozenset({1})))])
     network.run([(Mode.TRAIN, 2)])
     assert [" ".join(map(str, steps[0])) for steps in network.orders] == [
         "F0@0 F1@0 B0@0 B1@0",

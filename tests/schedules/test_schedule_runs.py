@@ -88,7 +88,7 @@ def test_as_a_hint_it_finishes_within_any_limit(
 ) -> None:
     name, costs = case
     counts = [Limit.resolve(limit, stage, costs.stages).microbatches for stage in range(costs.stages)]
-    limits = [Limit(count, rule=rule) for count in counts]  # type: ignore[arg-type]
+    limits = [Limit(count, rule=rule) for count in counts]
     result = run(costs, [create_hint(name) for _ in counts], limits)
     assert [len(spans) for spans in result.spans] == [
         len(list(graph_of(costs).tasks(stage, costs.microbatches))) for stage in range(costs.stages)

@@ -105,7 +105,7 @@ def test_a_split_stage_runs_each_weight_task_right_after_its_backward() -> None:
 
 def test_a_weight_task_that_a_schedule_places_stays_where_it_is() -> None:
     placed = schedule_of("F0@0 F1@0 B0@0 B1@0 W0@0 W1@0")
-    assert placed.with_weights(TaskGraph.chain(1, split=True)) == placed
+    assert placed.with_local_tasks(TaskGraph.chain(1, split=True)) == placed
 
 
 @pytest.mark.parametrize(("name", "peaks"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])])

@@ -14,7 +14,7 @@ from sim.optimum import Pipeline
 from sim.tables import table
 
 from rrfp.costs import CostTable, make_costs
-from rrfp.engine.bound import _one_machine, _Paths, _Tasks, lower_bound
+from rrfp.engine.bound import _one_machine, _Tasks, lower_bound
 from rrfp.errors import ConfigError
 from rrfp.model.placement import Layout
 
@@ -100,10 +100,9 @@ def test_jackson_equals_the_best_subset(jobs: list[tuple[int, int, int]]) -> Non
     """Head + work + tail of a set, maximised over the sets {r >= a, q >= b}: among these is always a largest one."""
     r, p, q = np.array(jobs, dtype=float).T
     tasks = _Tasks(p.reshape(1, -1), r.reshape(1, -1), q.reshape(1, -1))
-    nothing = _Tasks(*[np.zeros((1, 0))] * 3)
     sets = [(r >= a) & (q >= b) for a in r for b in q]
     best = max(r[chosen].min() + p[chosen].sum() + q[chosen].min() for chosen in sets if chosen.any())
-    assert _one_machine(_Paths(tasks, nothing, None)) == best
+    assert _one_machine([tasks]) == best
 
 
 # Cases worked out by hand, where the bound is the optimum.

@@ -25,7 +25,7 @@ from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.errors import HintError
 from rrfp.hints.registry import create_hint, create_strict
-from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
 from rrfp.model.tasks import Kind, Task
 
@@ -45,7 +45,7 @@ class Case:
     jitter: str = "J2"
     latency: str = "spike"
     seed: int = 0
-    rule: AdmissionRule = "staircase"
+    rule: str = "staircase"
     in_order: bool = False
     strict: bool = False
 

@@ -11,14 +11,14 @@ from rrfp.core import events as ev
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.priorities import BackwardForward
-from rrfp.lab.explore.cases import Unreserved
-from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.graph_cases import random_visits
 from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, StageProblem, _Explorer, explore
-from rrfp.memory.admission import Admission, AdmissionRule, Limit
+from rrfp.memory.admission import Limit
+from rrfp.memory.rules import Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 
 SKIPPING = TaskGraph(Placement(3), edges=((0, 1), (1, 2), (0, 2)))
 
@@ -81,7 +81,7 @@ def test_skip_edges_are_followed() -> None:
 
 
 def test_a_deadlock_tells_its_trace_and_what_each_stage_waits_for() -> None:
-    found = explore(TaskGraph.chain(2), 2, 1, in_order=[(Kind.B, 0), (Kind.B, 1)], admission=Unreserved, reduce=False)
+    found = explore(TaskGraph.chain(2), 2, 1, in_order=[(Kind.B, 0), (Kind.B, 1)], admission=Staircase, reduce=False)
     f1_0, f1_1 = Task(Kind.F, 1, 0), Task(Kind.F, 1, 1)
     waits = ("F0@0 (blocked by the memory limit)", "F0@1 (F0@0 owed by stage 0)")
     stuck = Deadlock(trace=(f1_0, f1_1), held=(1, 1), waits=waits)
@@ -96,12 +96,12 @@ def test_a_deadlock_tells_its_trace_and_what_each_stage_waits_for() -> None:
 
 def test_every_deadlock_is_found_however_loose_the_limit_below_m() -> None:
     graph, order = TaskGraph.chain(3), [(Kind.B, v) for v in range(3)]
-    found = [explore(graph, 3, limit, in_order=order, admission=Unreserved) for limit in (1, 2, 3)]
+    found = [explore(graph, 3, limit, in_order=order, admission=Staircase) for limit in (1, 2, 3)]
     assert [len(one.deadlocks) for one in found] == [3, 1, 0]
 
 
 def test_deadlocks_come_nearest_first() -> None:
-    found = explore(TaskGraph.chain(3), 3, "1f1b", in_order=[(Kind.B, v) for v in range(3)], admission=Unreserved)
+    found = explore(TaskGraph.chain(3), 3, "1f1b", in_order=[(Kind.B, v) for v in range(3)], admission=Staircase)
     lengths = [len(one.trace) for one in found.deadlocks]
     assert len(lengths) > 1
     assert lengths == sorted(lengths)
@@ -116,7 +116,7 @@ def test_stages_that_two_problems_have_in_common_are_asked_once() -> None:
     assert len(oracles) == 3  # stage 0 had its answers for K = 2
 
 
-LIVE: list[tuple[TaskGraph, Mode, str | int, AdmissionRule, tuple[ForcedOrder, ...]]] = [
+LIVE: list[tuple[TaskGraph, Mode, str | int, str, tuple[ForcedOrder, ...]]] = [
     (TaskGraph.chain(3), Mode.TRAIN, "1f1b", "staircase", ()),
     (TaskGraph.chain(3, split=True), Mode.TRAIN, 2, "staircase", ()),
     (TaskGraph.chain(3), Mode.FORWARD, 1, "staircase", ()),
@@ -131,13 +131,13 @@ LIVE: list[tuple[TaskGraph, Mode, str | int, AdmissionRule, tuple[ForcedOrder, .
 
 @pytest.mark.parametrize(("graph", "mode", "limit", "rule", "in_order"), LIVE)
 def test_what_is_ready_depends_on_what_ran_and_not_on_the_order(
-    graph: TaskGraph, mode: Mode, limit: str | int, rule: AdmissionRule, in_order: tuple[ForcedOrder, ...]
+    graph: TaskGraph, mode: Mode, limit: str | int, rule: str, in_order: tuple[ForcedOrder, ...]
 ) -> None:
     """The explorer's one assumption: cores that live through a random run say what a freshly told core says."""
     stages, step = graph.placement.stages, StepId(0, mode, 4)
     limits = tuple(Limit(Limit.resolve(limit, stage, stages).microbatches, rule=rule) for stage in range(stages))
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), Admission, (1,) * 4)
+        StageProblem(graph, step, Visits(4), stage, limit, frozenset(in_order), None, (1,) * 4)
         for stage, limit in enumerate(limits)
     ]
     explorer = _Explorer(problems, {})
@@ -161,14 +161,14 @@ def test_the_same_on_graphs_with_branches_whose_parts_are_skipped(mode: Mode) ->
     step, limits = StepId(0, mode, 3), [Limit(1), Limit(2), Limit(1)]
     for seed in range(20):
         rng = random.Random(seed)
-        skipped = random_skips(4, 3, rng)
+        visits = random_visits(4, 3, rng)
         problems = [
-            StageProblem(graph, step, stage, limit, frozenset(), None, (1,) * 3, skipped=skipped)
+            StageProblem(graph, step, visits, stage, limit, frozenset(), None, (1,) * 3)
             for stage, limit in enumerate(limits)
         ]
         explorer = _Explorer(problems, {})
         cores = [StageCore(graph, stage, BackwardForward(), limit) for stage, limit in enumerate(limits)]
-        for ran in live_run(cores, step, rng, skipped):
+        for ran in live_run(cores, step, rng, visits):
             state = tuple(sum(explorer.bits[task.kind, task.virtual_stage] for task in of_one) for of_one in ran)
             for core, oracle in zip(cores, explorer.oracles, strict=True):
                 answer = oracle.answer(state)
@@ -181,12 +181,12 @@ def test_the_same_on_graphs_with_branches_whose_parts_are_skipped(mode: Mode) ->
 
 
 def live_run(
-    cores: list[StageCore], step: StepId, rng: random.Random, skipped: tuple[Skipped, ...] = ()
+    cores: list[StageCore], step: StepId, rng: random.Random, visits: Visits | None = None
 ) -> Iterator[list[list[Task]]]:
     """Let random stages run random ready tasks, at once and with instant delivery; what has run, by microbatch."""
     ran: list[list[Task]] = [[] for _ in range(step.microbatches)]
     for core in cores:
-        core.apply(ev.StepOpened(step.number, step.mode, step.microbatches, skipped=skipped))
+        core.apply(ev.StepOpened(step.number, step.mode, step.microbatches, visits=visits))
     while choices := [(core, task) for core in cores for task in core.ready]:
         core, task = rng.choice(choices)
         core.apply(ev.Enqueued(task))
@@ -198,4 +198,4 @@ def live_run(
         ran[task.microbatch].append(task)
         yield ran
     tasks = (task for core in cores for task in core.graph.tasks(core.stage, step.microbatches, step.mode))
-    assert sum(map(len, ran)) == sum(map(Visits(step.microbatches, skipped).exists, tasks))
+    assert sum(map(len, ran)) == sum(map((visits or Visits(step.microbatches)).exists, tasks))

@@ -11,12 +11,13 @@ import pytest
 from batches import batches, long
 
 from rrfp.lab.explore.cases import InOrder, explored
-from rrfp.lab.explore.graph_cases import GraphCase, everywhere, graphs_of, random_skips, slots_of, tables_of
+from rrfp.lab.explore.graph_cases import GraphCase, everywhere, graphs_of, random_visits, slots_of, tables_of
 from rrfp.lab.explore.search import explore
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode
+from rrfp.model.visits import Visits
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -31,7 +32,7 @@ WRONG: list[tuple[GraphCase, str]] = [
     (GraphCase((0, 1, 2, 3), DIAMOND, 2, (2, 1, 1, 1)), "F0@0 F1@0 F0@1 F1@2"),
     (GraphCase((0, 0, 0), TWO_SOURCES, 1, (3,), in_order=everywhere(Kind.B, 3)), "F0@1"),
     (GraphCase((0, 0, 0), TWO_SOURCES, 2, (3,), in_order=everywhere(Kind.B, 3)), "F0@1 F1@1"),
-    (GraphCase((0, 0, 0, 0), CHAIN_AND_SKIP, 1, (4,), (frozenset({1}),)), "F0@2"),
+    (GraphCase((0, 0, 0, 0), CHAIN_AND_SKIP, 1, (4,), Visits(1, (frozenset({1}),))), "F0@2"),
 ]
 
 
@@ -41,7 +42,7 @@ def with_rule(case: GraphCase, rule: str) -> GraphCase:
         case.edges,
         case.microbatches,
         case.slots,
-        case.skipped,
+        case.visits,
         case.is_split,
         case.mode,
         rule,
@@ -137,11 +138,11 @@ def case_of(
 ) -> Iterator[GraphCase]:
     """The graph on its placement at every limit; what is skipped is drawn by a seed of its own."""
     count, seed = len(table), f"{edges} {table}"
-    skipped = random_skips(count, microbatches, random.Random(seed)) if options.skips else ()
+    visits = random_visits(count, microbatches, random.Random(seed)) if options.skips else None
     forced = forced_on(range(count), options)
     # A limit K is K slots for each chunk at least, visited or not; the banker needs no more than what is visited.
-    for slots in slots_of(table, microbatches, skipped if rule == "banker" else ()):
-        yield GraphCase(table, edges, microbatches, slots, skipped, options.is_split, options.mode, rule, forced)
+    for slots in slots_of(table, microbatches, visits if rule == "banker" else None):
+        yield GraphCase(table, edges, microbatches, slots, visits, options.is_split, options.mode, rule, forced)
 
 
 def every_case(count: int, microbatches: int, rule: str, options: Options) -> Iterator[GraphCase]:
@@ -202,13 +203,13 @@ def random_case(seed: int, count: int, microbatches: int) -> GraphCase:
     table = rng.choice(list(tables_of(count)))
     options = rng.choice(ALL)
     rule = rng.choice(["hybrid", "hybrid", "banker"])
-    skipped = random_skips(count, microbatches, rng) if options.skips else ()
-    slots = rng.choice(list(slots_of(table, microbatches, skipped if rule == "banker" else (), most_spare=2)))
+    visits = random_visits(count, microbatches, rng) if options.skips else None
+    slots = rng.choice(list(slots_of(table, microbatches, visits if rule == "banker" else None, most_spare=2)))
     forced: tuple[tuple[Kind, int], ...] = ()
     if options.forced:
         where = [v for v in range(count) if rng.random() < 0.5] or [rng.randrange(count)]
         forced = forced_on(range(count) if options.forced == "natural" else where, options)
-    return GraphCase(table, edges, microbatches, slots, skipped, options.is_split, options.mode, rule, forced)
+    return GraphCase(table, edges, microbatches, slots, visits, options.is_split, options.mode, rule, forced)
 
 
 @pytest.mark.parametrize("first", batches(200, BATCH, BATCH))

@@ -20,7 +20,7 @@ from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Skipped, Visits
 
 Message = tuple[int, ev.Arrived | ev.Consumed]
 
@@ -42,7 +42,7 @@ class State:
         self.highest: dict[tuple[Kind, int], int] = {}
         self.is_natural = True
         for core in self.cores:
-            core.apply(ev.StepOpened(0, mode, microbatches, skipped=skipped))
+            core.apply(ev.StepOpened(0, mode, microbatches, visits=Visits(microbatches, skipped)))
 
     def key(self) -> object:
         """What decides all that can follow, and whether the order was natural."""

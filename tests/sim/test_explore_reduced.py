@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from batches import long
 
-from rrfp.lab.explore.cases import RULES, Backward, Grid
-from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_skips, slots_of
+from rrfp.lab.explore.cases import RULE_NAMES, Backward, Grid
+from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_visits, slots_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
+from rrfp.memory.rules import Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode
@@ -38,7 +39,7 @@ def assert_same(grid: Grid) -> None:
         assert what_matters(reduced) == what_matters(whole), case
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULE_NAMES)
 @pytest.mark.parametrize("backward", ["whole", long("split"), long("mixed")])
 def test_every_rule_in_every_small_case(rule: str, backward: Backward) -> None:
     grid = Grid(
@@ -53,7 +54,7 @@ def test_every_rule_in_every_small_case(rule: str, backward: Backward) -> None:
     assert_same(grid)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULE_NAMES)
 def test_every_rule_with_three_microbatches(rule: str) -> None:
     train = (Mode.TRAIN,)
     assert_same(Grid((1, 2), (3,), (2,), ("v",), ("whole",), train, (1, 2, 3), (rule,), (None, Kind.B), ("all",)))
@@ -95,10 +96,10 @@ def test_backwards_that_grow(growth: int) -> None:
 def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
     """Two sources that feed one sink, K = 1: they may take different microbatches, and the sink waits for ever."""
     graph = TaskGraph(Placement(3), edges=((0, 2), (1, 2)))
-    both = [explore(graph, 3, 1, admission=Admission, reduce=reduce) for reduce in (True, False)]
+    both = [explore(graph, 3, 1, admission=Staircase, reduce=reduce) for reduce in (True, False)]
     assert what_matters(both[0]) == what_matters(both[1])
     assert [str(task) for task in both[0].deadlocks[0].trace] == ["F0@0", "F1@1"]
-    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)], admission=Admission)  # brings the reserve rule
+    mended = explore(graph, 3, 1, in_order=[(Kind.B, 2)], admission=Reserve)
     assert not mended.deadlocks
 
 
@@ -107,10 +108,10 @@ def test_a_graph_of_two_sources_which_the_staircase_does_not_cover() -> None:
 def test_every_rule_on_every_graph_of_three_virtual_stages(rule: str, table: tuple[int, ...]) -> None:
     for number, edges in enumerate(graphs_of(3)):
         rng = random.Random(number)
-        skipped = random_skips(3, 2, rng) if rng.random() < 0.5 else ()
+        visits = random_visits(3, 2, rng) if rng.random() < 0.5 else None
         forced = everywhere(Kind.B, 3) if rng.random() < 0.3 else ()
         for slots in slots_of(table, 2, most_spare=1):
-            case = GraphCase(table, edges, 2, slots, skipped, rng.random() < 0.3, rule=rule, in_order=forced)
+            case = GraphCase(table, edges, 2, slots, visits, rng.random() < 0.3, rule=rule, in_order=forced)
             reduced, whole = (case.explore(reduce=reduce) for reduce in (True, False))
             assert what_matters(reduced) == what_matters(whole), case
 

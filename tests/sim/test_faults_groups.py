@@ -184,7 +184,7 @@ def test_a_leader_that_counts_only_its_own_bytes_is_found() -> None:
     one = replace(one, make_hint=lambda stage: create_hint("f-priority"))
     assert run_scenario(one).problems == ()
     problems = run_scenario(one, make_core=IgnoresBytes).problems
-    assert "stage 0 member 1 holds 36 bytes after F3@0, the most allowed is 27" in problems[0], problems
+    assert "stage 0 member 1 holds 36 bytes, the most allowed is 27, after F3@0" in problems[0], problems
 
 
 class TakesDuplicates(StageCore):

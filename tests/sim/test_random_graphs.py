@@ -14,7 +14,7 @@ from rrfp.hints.priorities import BackwardForward, ForwardPriority
 from rrfp.hints.registry import create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
-from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.graph_cases import random_visits
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, Task
@@ -82,7 +82,7 @@ def run_graph(seed: int) -> None:
         delivery=rng.choice(deliveries),
         members=members,
         takes_offers=members == 1 and rng.random() < 0.5,
-        skips=[random_skips(count, number, rng, share) for _, number in steps],
+        visits=[random_visits(count, number, rng, share) for _, number in steps],
     ).run(steps)
 
 

@@ -14,7 +14,8 @@ from rrfp.core import events as ev
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.memory.admission import AdmissionRule, Limit
+from rrfp.lab.explore.cases import BackwardDrain
+from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode, Task
@@ -34,7 +35,7 @@ class AnyReady(Hint):
 
 @pytest.mark.parametrize("rule", ["staircase", "paper"])
 @pytest.mark.parametrize("batch", [0, *map(long, range(1, 4))])
-def test_every_run_ends_and_d_keeps_its_bound(rule: AdmissionRule, batch: int) -> None:
+def test_every_run_ends_and_d_keeps_its_bound(rule: str, batch: int) -> None:
     """`RandomRun` counts D anew; a failing seed is in the message."""
     for seed in range(batch * 40, batch * 40 + 40):
         rng = random.Random(seed)
@@ -121,8 +122,23 @@ class IgnoresItsLimit(StageCore):
 def test_a_core_that_ignores_its_limit_is_found_in_both_modes(mode: Mode) -> None:
     """The checker counts D anew, and never asks the core."""
     network = RandomRun(TaskGraph.chain(2), [AnyReady(0), AnyReady(1)], [Limit(1), Limit(1)], make_core=IgnoresItsLimit)
-    with pytest.raises(AssertionError, match=r"holds 2 chunk tasks after starting F\d@\d, the most allowed is 1"):
+    with pytest.raises(AssertionError, match=r"holds 2 chunk tasks, the most allowed is 1, after starting F\d@\d"):
         network.run([(mode, 6)])
+
+
+class KeepsNothingFree(StageCore):
+    """Starts any forward while a slot is free."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, admission=BackwardDrain)
+
+
+def test_a_core_that_leaves_the_staircase_is_found_where_d_keeps_its_bound() -> None:
+    """The checker asks the rule about the slots of each chunk, too."""
+    hints = [AnyReady(0), AnyReady(1)]
+    network = RandomRun(TaskGraph.chain(2, chunks=2), hints, [Limit(1), Limit(1)], make_core=KeepsNothingFree)
+    with pytest.raises(AssertionError, match="holds 2 chunk tasks up to chunk 0, the most allowed is 1"):
+        network.run([(Mode.TRAIN, 6)])
 
 
 @pytest.mark.parametrize("mode", [*Mode])

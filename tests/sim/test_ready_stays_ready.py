@@ -15,7 +15,8 @@ from rrfp.arbiter.offers import may_offer
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
+from rrfp.memory.rules import Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, Task
 from rrfp.testing.faults import make_scenario, run_scenario
@@ -69,7 +70,7 @@ def test_only_the_start_of_another_task_makes_a_ready_task_unready(first: int) -
 
 
 def test_the_watch_sees_a_rule_that_breaks_it() -> None:
-    class Moody(Admission):
+    class Moody(Staircase):
         """Takes a slot when a task completes."""
 
         __slots__ = ()

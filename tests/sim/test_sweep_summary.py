@@ -91,7 +91,7 @@ def test_labels_tell_methods_apart() -> None:
     rows = [HINT, replace(HINT, admission="paper"), STRICT, replace(STRICT, sends="blocking")]
     assert [label(row) for row in rows] == [
         "bf, limit 2n",
-        "bf, limit 2n, paper's rule",
+        "bf, limit 2n, paper rule",
         "1f1b (strict)",
         "1f1b (strict), blocking sends",
     ]

@@ -244,5 +244,5 @@ def test_groups_are_checked_by_what_never_asks_their_cores(
 ) -> None:
     monkeypatch.setattr("rrfp.lab.cluster.simulation.StageCore", IgnoresItsLimit)
     costs = make_costs("llm", 2, 4)
-    with pytest.raises(AssertionError, match="holds 2 chunk tasks after starting F1@0, the most allowed is 1"):
+    with pytest.raises(AssertionError, match="holds 2 chunk tasks, the most allowed is 1, after starting F1@0"):
         run_tensor_parallel(costs, rank_latencies(costs, "none", 2), bf, [Limit(1)] * 2, coordination)

@@ -8,27 +8,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.memory.admission import Limit
+from rrfp.memory.admission import Limit, rule_of
+from rrfp.memory.byte_limit import ByteLimit
+from rrfp.memory.rules import MemoryRule, RuleContext, SlotCounts
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import KINDS, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
 
 class MemoryChecker:
     """Counts the slots (D) and bytes that one rank holds."""
 
-    def __init__(self, graph: TaskGraph, stage: int, limit: Limit, most_bytes: int | None = None) -> None:
+    def __init__(
+        self, graph: TaskGraph, stage: int, limit: Limit, most_bytes: int | None = None, *, is_forced: bool = False
+    ) -> None:
         self._graph = graph
         self._stage = stage
-        chunks = graph.placement.chunks_of(stage)
+        self._chunk_of = {v: chunk for chunk, v in enumerate(graph.placement.virtual_stages(stage))}
         self._last_kinds = [graph.last_kind(v, Mode.TRAIN) for v in range(graph.placement.num_virtual_stages)]
-        self._slots = None if limit.microbatches is None else limit.microbatches * chunks
-        #: By how much D may pass K * C: under the paper's rule by C, where what is served frees memory.
-        self._excess = chunks if limit.rule == "paper" and chunks > 1 else 0
+        self._asked = limit.rule
+        # Counted here once more: what the limit makes of K is the core's.
+        self._slots = None if limit.microbatches is None else limit.microbatches * len(self._chunk_of)
         self._most_bytes = most_bytes
+        #: Whether some task of the pipeline has to run in microbatch order.
+        self._is_forced = is_forced
         self._mode = Mode.TRAIN
         self._visits = Visits(0)
-        self._held = self._num_bytes = 0
+        self._rule: type[MemoryRule] = MemoryRule
+        self._counts = SlotCounts([()] * len(self._chunk_of))
+        self._num_bytes = 0
         self._bytes: dict[tuple[int, int], int] = {}
         #: Forward only: readers of a forward that have not consumed its output: a stage, or a task here.
         self._readers: dict[Task, set[int | Task]] = {}
@@ -38,26 +46,31 @@ class MemoryChecker:
     def open(self, step: StepId, visits: Visits) -> None:
         """A step begins, with nothing held."""
         self._visits = visits
-        self._mode, self._held, self._num_bytes = step.mode, 0, 0
+        self._mode, self._num_bytes = step.mode, 0
+        self._rule = rule_of(self._asked, RuleContext(self._graph, self._stage, visits, step.mode, self._is_forced))
+        self._counts = SlotCounts([visits.visitors(v) for v in self._chunk_of])
         self._bytes, self._readers = {}, {}
 
     def enqueue(self, task: Task) -> str | None:
         """``task`` was started; returns what is wrong with that, if anything."""
         # A lane runs its tasks in order: D as it is when the lane comes to this one.
-        self._held += task.kind is Kind.F
-        most, wrong = self.most_held, None
-        if most is not None and self._held > most:
-            wrong = f"holds {self._held} chunk tasks after starting {task}, the most allowed is {most}"
-        self._held -= self._mode is Mode.TRAIN and self._is_last(task)
+        _, microbatch, virtual_stage = task
+        wrong = None
+        if KINDS[task.kind].takes_slot:
+            self._counts.take(self._chunk_of[virtual_stage], microbatch)
+            if self._slots is not None and (found := self._rule.validate(self._slots, self._counts)) is not None:
+                wrong = f"{found}, after starting {task}"
+        if self._mode is Mode.TRAIN and self._is_last(task):
+            self._counts.give_back(self._chunk_of[virtual_stage], microbatch)
         return wrong
 
     def complete(self, task: Task, num_bytes: int) -> str | None:
         """``task`` has left ``num_bytes``; returns what is wrong with that, if anything."""
         self._keep(task, 0 if self._is_last(task) else num_bytes)
-        held, wrong = self._num_bytes, None
-        self.peak_bytes = max(self.peak_bytes, held)
-        if self._most_bytes is not None and held > self._most_bytes:
-            wrong = f"holds {held} bytes after {task}, the most allowed is {self._most_bytes}"
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        wrong = None if self._most_bytes is None else ByteLimit.validate(self._most_bytes, self._num_bytes)
+        if wrong is not None:
+            wrong = f"{wrong}, after {task}"
         if self._mode is Mode.FORWARD:
             self._await_readers(task)
         return wrong
@@ -65,9 +78,7 @@ class MemoryChecker:
     @property
     def most_held(self) -> int | None:
         """The bound on D in this step."""
-        if self._slots is None:
-            return None
-        return self._slots + (self._excess if self._mode is Mode.TRAIN else 0)
+        return None if self._slots is None else self._rule.bound(self._slots, len(self._chunk_of))
 
     def consume(self, task: Task, reader: int | Task) -> None:
         """Forward only: ``reader``, a stage or a task here, needs ``task`` no longer."""
@@ -101,7 +112,7 @@ class MemoryChecker:
         if not readers:
             self._readers.pop(task, None)
             self._keep(task, 0)
-            self._held -= 1
+            self._counts.give_back(self._chunk_of[task.virtual_stage], task.microbatch)
 
 
 class RankChecker:
@@ -114,8 +125,10 @@ class RankChecker:
         limit: Limit,
         most_bytes: int | None = None,
         visits_of: Callable[[StepId], Visits] = lambda step: Visits(step.microbatches),
+        *,
+        is_forced: bool = False,
     ) -> None:
-        self.memory = MemoryChecker(graph, rank.stage, limit, most_bytes)
+        self.memory = MemoryChecker(graph, rank.stage, limit, most_bytes, is_forced=is_forced)
         self.step: StepId | None = None
         self._rank = rank
         self._graph = graph

@@ -30,7 +30,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 
 #: Which pending message is delivered: any, the oldest, or the newest.
 Delivery = Literal["any", "oldest", "newest"]
@@ -71,19 +71,21 @@ class RandomRun(Cluster[Node]):
         more_bytes: Callable[[int, Task], int] = lambda member, task: 0,
         # What becomes of the messages inside groups, such as a loss; for tests of what is refused.
         carry: Carry = lambda message: (message,),
-        # By step, what each microbatch skips; empty where none skips anything.
-        skips: Sequence[tuple[Skipped, ...]] = (),
+        # By step, what each microbatch visits; empty where all visit everything.
+        visits: Sequence[Visits] = (),
         # Makes the cores, called like `StageCore`; tests pass broken ones.
         make_core: Callable[..., StageCore] = StageCore,
     ) -> None:
-        self._skips = skips
+        self._visits = visits
 
         def core(rank: Rank) -> StageCore:
             group = GroupMembership(rank.member, members)
             return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
 
         def node(rank: Rank) -> Node:
-            return Node(rank, core(rank), RankChecker(rank, graph, limits[rank.stage], visits_of=self._visits_of))
+            limit, is_forced = limits[rank.stage], bool(in_order)
+            checker = RankChecker(rank, graph, limit, visits_of=self._visits_of, is_forced=is_forced)
+            return Node(rank, core(rank), checker)
 
         nodes = [node(rank) for rank in ranks_of(len(hints), members=members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
@@ -172,11 +174,11 @@ class RandomRun(Cluster[Node]):
         return all(len(other.orders) > step and len(other.orders[step]) > index for other in self.group_of(node).nodes)
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        """The event that opens ``step``, with its skips."""
-        return replace(super().opened(step), skipped=self._visits_of(step).skipped)
+        """The event that opens ``step``, with its visits."""
+        return replace(super().opened(step), visits=self._visits_of(step))
 
     def _visits_of(self, step: StepId) -> Visits:
-        return Visits(step.microbatches, self._skips[step.number] if self._skips else ())
+        return self._visits[step.number] if self._visits else Visits(step.microbatches)
 
     # A network without time, and what is checked.
 

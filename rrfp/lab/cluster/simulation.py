@@ -50,7 +50,7 @@ from rrfp.lab.generators.rank_latency import SHUFFLED, Cube, RankLatencies, rank
 from rrfp.lab.simulation import Simulation, beside_bound, resolve_limits, shown_correlation
 from rrfp.lab.unused_hint import UnusedHint
 from rrfp.memory.admission import Limit
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.schedules.registry import ScheduleSpec
 from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
@@ -220,7 +220,8 @@ class GroupRun(TimedCluster[Node]):
         def node(rank: Rank) -> Node:
             group = GroupMembership(rank.member, latencies.ranks) if is_led else None
             rank_hint = UnusedHint() if is_led and rank.member else hint()
-            return Node(rank, core(rank.stage, rank_hint, group), RankChecker(rank, graph, limits[rank.stage]))
+            checker = RankChecker(rank, graph, limits[rank.stage], is_forced=bool(in_order))
+            return Node(rank, core(rank.stage, rank_hint, group), checker)
 
         super().__init__(
             EventQueue(),
@@ -239,9 +240,7 @@ class GroupRun(TimedCluster[Node]):
             if isinstance(coordination, Agreement)
             else None
         )
-        self._durations = {Kind.F: costs.forward.tolist(), Kind.B: costs.backward.tolist()}
-        if costs.weight is not None:
-            self._durations[Kind.W] = costs.weight.tolist()
+        self._durations = {kind: times.tolist() for kind, times in costs.durations.items()}
         self._latency = {Kind.F: latencies.forward.tolist(), Kind.B: latencies.backward.tolist()}
         self._messages: list[MessageSpan] = []
         self._num_messages = [0] * len(self.groups)
@@ -280,7 +279,7 @@ class GroupRun(TimedCluster[Node]):
             return
         kind, microbatch, v = task = content.task
         # Row v of a latency matrix is the edge between v and v + 1, whichever way it is travelled.
-        latencies = self._latency[kind][v if kind is Kind.F else v - 1][microbatch]
+        latencies = self._latency[kind][v if SENT_TO[kind] is Side.AFTER else v - 1][microbatch]
         if member == 0:
             arrival = queue.now + max(latencies)
             self._messages.append(MessageSpan(stage, packet.receiver.stage, task, queue.now, arrival))
@@ -407,18 +406,18 @@ def run_tensor_parallel(
 
 def slowest_durations(costs: CostTable, delays: Mapping[Kind, Cube], tp: int) -> CostTable:
     """The table of a group of ``tp`` ranks with ``delays``: every task takes what its slowest rank takes."""
-    fields = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight"}
     durations = {}
     for kind, cube in delays.items():
-        before = getattr(costs, fields[kind])
+        before = costs.durations.get(kind)
         if before is None:
-            raise ConfigError(f"delays has {kind}, must be of F and B only: the costs are not split")
+            kinds = " and ".join(costs.durations)
+            raise ConfigError(f"delays has {kind}, must be of {kinds} only: the costs are not split")
         added = np.asarray(cube, dtype=np.float64)
         if added.shape != (*before.shape, tp):
             raise ConfigError(f"delays[{kind}] has shape {added.shape}, must be {(*before.shape, tp)}")
         if not (np.isfinite(added) & (added >= 0)).all():
             raise ConfigError(f"delays[{kind}] must hold finite numbers >= 0 only")
-        durations[fields[kind]] = before + added.max(axis=2)
+        durations[KINDS[kind].name] = before + added.max(axis=2)
     return replace(costs, **durations)
 
 

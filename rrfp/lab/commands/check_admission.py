@@ -67,9 +67,9 @@ def _backwards() -> Iterable[str]:
 
 
 def _rules() -> Iterable[str]:
-    from rrfp.lab.explore.cases import RULES
+    from rrfp.lab.explore.cases import RULE_NAMES
 
-    return RULES
+    return RULE_NAMES
 
 
 def _orders() -> Iterable[str]:

@@ -141,9 +141,8 @@ def _print_table(measured: MeasuredCosts) -> None:
     names = map(str, numbers) if costs.graph is None else costs.graph.names
     where = [name if is_plain else f"{name} (stage {costs.stage_of(v)})" for v, name in enumerate(names)]
     visited = costs.visited()
-    kinds = {"F": costs.forward, "B": costs.backward} | ({} if costs.weight is None else {"W": costs.weight})
     columns = []
-    for kind, rows in kinds.items():
+    for kind, rows in costs.durations.items():
         times = [rows[v][visited[v]] * 1e3 for v in numbers]
         columns.append(Column(kind, [f"{row.mean():.2f}" if len(row) else "-" for row in times]))
         columns.append(Column("least - most", [_range(row) for row in times]))

@@ -9,14 +9,15 @@ docs/memory-rules.md proves the bounds, on chains and on any graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Generic, Literal, Protocol, TypeVar
 
 from rrfp.core.ready_set import ForcedOrder, natural_order
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Admission, AdmissionRule, Limit
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES, Limit
+from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
 from rrfp.model.tasks import Kind, Mode
@@ -36,17 +37,24 @@ class Bounds:
     buffered: tuple[int, ...]
 
 
+#: What docs/memory-rules.md proves of rules whose bounds are not the staircase's, with several chunks in training: by
+#: how many chunks D may pass K*C, and the slots below K*C from which no microbatch begins. Stated here once more, since
+#: what a rule says of itself would prove nothing.
+_PROVED = {"paper": (1, -1)}
+
+
 def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str) -> Bounds:
     """The bounds for a chain."""
     chunks = placement.chunks
-    serves = rule == "paper" and chunks > 1 and mode is Mode.TRAIN
-    held = tuple(limit * chunks + (chunks if serves else 0) for limit in limits)
+    staircase = (0, chunks - 1)
+    excess, kept = _PROVED.get(rule, staircase) if chunks > 1 and mode is Mode.TRAIN else staircase
+    held = tuple((limit + excess) * chunks for limit in limits)
     feeders = [_feeders(placement, stage) for stage in range(placement.stages)]
     buffered = tuple(sum(held[feeder] for feeder in sources) for sources in feeders)
     if mode is Mode.FORWARD:
         return Bounds(held, buffered, buffered)
     # A microbatch waits for one task at a time, and it holds the first chunk of every stage before this one.
-    begun = [limit * chunks + 1 if serves else limit * chunks - (chunks - 1) for limit in limits]
+    begun = [limit * chunks - kept for limit in limits]
     received = tuple(min(begun[: max(stage, 1)]) for stage in range(placement.stages))
     return Bounds(held, received, buffered)
 
@@ -71,11 +79,11 @@ def _feeders(placement: Placement, stage: int) -> set[int]:
     return {placement.stage_of(v - 1) for v in placement.virtual_stages(stage) if v} - {stage}
 
 
-# Memory rules that deadlock, so that the explorer can show how. Each differs from `Admission` only in how many slots a
-# forward leaves free when it starts; docs/memory-rules.md has what each deadlocks on.
+# Memory rules that deadlock, so that the explorer can show how. Each differs from one that ships only in how many slots
+# a forward leaves free when it starts; docs/memory-rules.md has what each deadlocks on.
 
 
-class BackwardDrain(Admission):
+class BackwardDrain(MemoryRule):
     """Any forward while D < K*C, only backwards from there on: the paper's rule for C = 1, wrong for C > 1.
 
     This is what remains of the staircase when no slot is kept for the deeper chunks.
@@ -83,22 +91,8 @@ class BackwardDrain(Admission):
 
     __slots__ = ()
 
-    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
-        """None; the reserve rule is left as it is."""
-        return 0 if is_lowest else self._chunks
 
-
-class Unreserved(Admission):
-    """The staircase without the reserve rule: wrong in a forced order."""
-
-    __slots__ = ()
-
-    def kept_free(self, chunk: int, *, is_lowest: bool) -> int:
-        """What the staircase keeps, for every microbatch."""
-        return self._chunks - 1 - chunk
-
-
-class LastSlotReserved(Admission):
+class LastSlotReserved(Reserve):
     """The staircase with one reserved slot, the last: right for C = 1 in a forced order, wrong for C > 1."""
 
     __slots__ = ()
@@ -109,7 +103,7 @@ class LastSlotReserved(Admission):
         return staircase if is_lowest else max(staircase, 1)
 
 
-class StepReserved(Admission):
+class StepReserved(Reserve):
     """The staircase with one reserved slot on each of its steps; in a forced order wrong for C > 1 as well."""
 
     __slots__ = ()
@@ -120,22 +114,22 @@ class StepReserved(Admission):
         return staircase if is_lowest else staircase + 1
 
 
+#: Those known to be wrong, by name. The staircase is wrong in a forced order without the reserve rule.
+WRONG_RULES: Mapping[str, type[MemoryRule]] = {
+    "backward-drain": BackwardDrain,
+    "unreserved": Staircase,
+    "last-slot": LastSlotReserved,
+    "step-slot": StepReserved,
+}
+#: The names of all: those that a limit may ask for, then those known to be wrong.
+RULE_NAMES = (*OFFERED_RULES, *WRONG_RULES)
+
 #: Whether virtual stages split their backward: none, all, or those of even number.
 Backward = Literal["whole", "split", "mixed"]
 #: What runs in microbatch order: one kind, or "natural", every kind.
 InOrder = Kind | Literal["natural"]
 #: Which virtual stages run a kind in microbatch order: all, the last, or the middle one.
 Where = Literal["all", "last", "middle"]
-
-#: The rules by name: those that ship, then those known to be wrong.
-RULES: dict[str, type[Admission]] = {
-    "staircase": Admission,
-    "paper": Admission,
-    "backward-drain": BackwardDrain,
-    "unreserved": Unreserved,
-    "last-slot": LastSlotReserved,
-    "step-slot": StepReserved,
-}
 
 
 class Explorable(Protocol):
@@ -182,8 +176,8 @@ class ChainCase:
     mode: Mode = Mode.TRAIN
     #: K, or ``"1f1b"``.
     limit: int | Literal["1f1b"] = 1
-    #: a name of `RULES`.
-    rule: str = "staircase"
+    #: One of `RULE_NAMES`.
+    rule: str = DEFAULT_RULE
     #: What runs in microbatch order, or None.
     in_order: InOrder | None = None
     #: On which virtual stages it does.
@@ -208,7 +202,7 @@ class ChainCase:
     @property
     def limits(self) -> list[Limit]:
         """The limit of each stage."""
-        rule: AdmissionRule = "paper" if self.rule == "paper" else "staircase"
+        rule = self.rule if self.rule in OFFERED_RULES else DEFAULT_RULE
         return [replace(Limit.resolve(self.limit, stage, self.stages), rule=rule) for stage in range(self.stages)]
 
     @property
@@ -230,7 +224,8 @@ class ChainCase:
     @property
     def is_reduced(self) -> bool:
         """Whether leaving out orders saves more than its searches repeat."""
-        return self.rule != "paper" or self.backward != "whole"
+        drains = self.rule in OFFERED_RULES and RULES[self.rule].drains_in_order
+        return not drains or self.backward != "whole"
 
     def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
         """Explore it; arguments as of `rrfp.lab.explore.search.explore`, ``reduce`` as `is_reduced` says where None."""
@@ -240,7 +235,7 @@ class ChainCase:
             self.limits,
             self.mode,
             in_order=self.forced,
-            admission=RULES[self.rule],
+            admission=WRONG_RULES.get(self.rule),
             reduce=self.is_reduced if reduce is None else reduce,
             oracles=oracles,
         )
@@ -306,7 +301,7 @@ class Grid:
     #: Values of the limit.
     limits: Sequence[int | Literal["1f1b"]] = (1, 2, 3, 4, "1f1b")
     #: Names of rules.
-    rules: Sequence[str] = ("staircase", "paper")
+    rules: Sequence[str] = OFFERED_RULES
     #: What runs in microbatch order; None for no forced order.
     in_order: Sequence[InOrder | None] = (None,)
     where: Sequence[Where] = ("all", "last", "middle")
@@ -320,7 +315,8 @@ class Grid:
                 yield case
 
     def _says_something(self, case: ChainCase) -> bool:
-        if case.chunks == 1 and (case.layout != self.layouts[0] or (case.rule == "paper" and len(self.rules) > 1)):
+        is_staircase = case.rule in _PROVED and len(self.rules) > 1
+        if case.chunks == 1 and (case.layout != self.layouts[0] or is_staircase):
             return False
         if case.mode is Mode.FORWARD and case.backward != self.backwards[0]:
             return False

@@ -13,16 +13,17 @@ from itertools import combinations, product
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.lab.explore.cases import Bounds, graph_bounds_of
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Admission, Limit
+from rrfp.memory.admission import Limit
 from rrfp.memory.banker import Banker
+from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode
-from rrfp.model.visits import Skipped
+from rrfp.model.visits import Visits
 
 #: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
 #: reserve rule where an order is forced: that one is wrong where branches join.
-GRAPH_RULES: dict[str, type[Admission] | None] = {"hybrid": None, "banker": Banker, "staircase": Admission}
+GRAPH_RULES = ("hybrid", "banker", "staircase")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class GraphCase:
     microbatches: int
     #: Of each stage, in chunk tasks.
     slots: tuple[int, ...]
-    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
-    skipped: tuple[Skipped, ...] = ()
+    #: What each microbatch visits; None: everything.
+    visits: Visits | None = None
     #: Whether backward is split.
     is_split: bool = False
     #: Training or forward only.
@@ -69,6 +70,11 @@ class GraphCase:
         """What every rule promises; docs/memory-rules.md says why."""
         return graph_bounds_of(self.graph, self.slots, self.mode)
 
+    @property
+    def _admission(self) -> type[MemoryRule] | None:
+        halves = {"banker": Banker, "staircase": Reserve if self.in_order else Staircase}
+        return halves.get(self.rule)
+
     def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
         """Explore it; arguments as of `rrfp.lab.explore.search.explore`."""
         return explore(
@@ -77,15 +83,16 @@ class GraphCase:
             [SlotLimit(chunk_tasks=slots) for slots in self.slots],
             self.mode,
             in_order=self.in_order,
-            admission=GRAPH_RULES[self.rule],
-            skipped=self.skipped,
+            admission=self._admission,
+            visits=self.visits,
             reduce=reduce is not False,
             oracles=oracles,
         )
 
     def __str__(self) -> str:
         edges = " ".join(f"{u}->{v}" for u, v in self.edges) or "no edges"
-        skipped = [f"{m} skips {' '.join(map(str, sorted(vs)))}" for m, vs in enumerate(self.skipped) if vs]
+        skips = enumerate(self.visits.skipped if self.visits else ())
+        skipped = [f"{m} skips {' '.join(map(str, sorted(vs)))}" for m, vs in skips if vs]
         step = "forward only" if self.mode is Mode.FORWARD else "split backward" if self.is_split else "whole backward"
         order = [f"{kind}@{v}" for kind, v in self.in_order]
         parts = [
@@ -114,7 +121,7 @@ def tables_of(count: int) -> Iterator[tuple[int, ...]]:
 def slots_of(
     table: Sequence[int],
     microbatches: int,
-    skipped: Sequence[Skipped] = (),
+    visits: Visits | None = None,
     # So many slots above the fewest at most; None: no bound.
     most_spare: int | None = None,
 ) -> Iterator[tuple[int, ...]]:
@@ -122,16 +129,17 @@ def slots_of(
     choices = []
     for stage in range(max(table) + 1):
         here = {v for v, at in enumerate(table) if at == stage}
-        taken = [len(here - skips) for skips in skipped or [frozenset[int]()] * microbatches]
+        taken = [len(here - (visits.skipped_by(m) if visits else frozenset())) for m in range(microbatches)]
         fewest, most = max(1, *taken), max(1, sum(taken))
         spare = most - fewest if most_spare is None else min(most_spare, most - fewest)
         choices.append(range(fewest, fewest + spare + 1))
     yield from product(*choices)
 
 
-def random_skips(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> tuple[Skipped, ...]:
-    """For each microbatch, the virtual stages that it skips by chance."""
-    return tuple(frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches))
+def random_visits(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> Visits:
+    """Each microbatch skips some of ``count`` virtual stages by chance."""
+    skipped = [frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches)]
+    return Visits(microbatches, tuple(skipped))
 
 
 def everywhere(kind: Kind, count: int) -> tuple[ForcedOrder, ...]:

@@ -57,12 +57,12 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import describe, wait_line
 from rrfp.lab.unused_hint import UnusedHint
-from rrfp.memory.admission import Admission, Limit
-from rrfp.memory.memory_rule import rule_of
+from rrfp.memory.admission import Limit, rule_of
+from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, KINDS, F, Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 
 #: For each microbatch, which of its tasks have run: bit i stands for the i-th kind and virtual stage of the graph.
 State = tuple[int, ...]
@@ -78,19 +78,18 @@ class StageProblem:
 
     graph: TaskGraph
     step: StepId
+    visits: Visits
     stage: int
     limit: Limit
     #: (kind, virtual stage) pairs that run in microbatch order. Of orders forced elsewhere a stage knows only that
     #: there are any: one pair stands for them.
     in_order: frozenset[ForcedOrder]
     #: The memory rule; None: the one that ships.
-    admission: type[Admission] | None
+    admission: type[MemoryRule] | None
     #: Bytes that a chunk task of each microbatch holds.
     sizes: tuple[int, ...]
     #: For each microbatch, the number that is known of its forwards beforehand.
     estimates: tuple[int, ...] | None = None
-    #: For each microbatch the virtual stages that it does not visit; empty: each one visits all.
-    skipped: tuple[Skipped, ...] = ()
     #: Bytes that a split backward adds, until its weight task has run.
     growth: int = 0
 
@@ -104,20 +103,13 @@ class StageProblem:
     @property
     def serves(self) -> bool:
         """Whether a full stage serves its lowest microbatch, gating backwards too."""
-        chunks = self.graph.placement.chunks_of(self.stage)
-        return self.limit.rule == "paper" and chunks > 1 and self.step.mode is Mode.TRAIN
+        return self.rule.drains_in_order
 
     @property
-    def visits(self) -> Visits:
-        """Which virtual stages each microbatch visits."""
-        return Visits(self.step.microbatches, self.skipped)
-
-    @property
-    def rule(self) -> type[Admission]:
+    def rule(self) -> type[MemoryRule]:
         """The memory rule of the stage."""
-        limit = replace(self.limit, rule="staircase") if self.step.mode is Mode.FORWARD else self.limit
-        chosen = rule_of(self.graph, self.stage, limit, self.visits, is_forced=bool(self.in_order))
-        return self.admission or chosen
+        context = RuleContext(self.graph, self.stage, self.visits, self.step.mode, bool(self.in_order))
+        return self.admission or rule_of(self.limit.rule, context)
 
     @property
     def are_microbatches_alike(self) -> bool:
@@ -132,7 +124,7 @@ class StageProblem:
             self.graph, self.stage, UnusedHint(), self.limit, in_order=self.in_order, admission=self.admission
         )
         step, visits = self.step, self.visits
-        core.apply(StepOpened(step.number, step.mode, step.microbatches, self.estimates, skipped=self.skipped))
+        core.apply(StepOpened(step.number, step.mode, step.microbatches, self.estimates, visits=visits))
         for microbatch, estimate in enumerate(self.estimates or ()):
             for virtual_stage in self.graph.placement.virtual_stages(self.stage):
                 if virtual_stage not in visits.skipped_by(microbatch):
@@ -172,7 +164,7 @@ class StageOracle:
         self._readers = self._find_readers()
         self._credits = self._find_credits()
         self._kept = self._find_kept()
-        self._forwards = sum(bit for bit, (kind, _) in self._own.items() if kind is Kind.F)
+        self._forwards = sum(bit for bit, (kind, _) in self._own.items() if KINDS[kind].takes_slot)
         #: The tasks of a microbatch of which a core receives events, each task after all that it reads.
         self._visible = [(bit, pair) for pair, bit in bits.items() if bit in self._own or bit in self._readers]
         awaited = [readers for *_, readers in self._credits]
@@ -197,7 +189,8 @@ class StageOracle:
                 task = Task(kind, microbatch, virtual_stage)
                 if ran & bit and bit in self._own:
                     core.apply(Enqueued(task))
-                    added = problem.growth if kind is Kind.B and problem.graph.split[virtual_stage] else 0
+                    grows = kind is Kind.B and kind is not problem.graph.last_kind(virtual_stage, Mode.TRAIN)
+                    added = problem.growth if grows else 0
                     core.apply(Completed(task, held=size + added))
                 elif ran & bit and self._readers[bit] & visited:
                     core.apply(Arrived(step, task))
@@ -245,7 +238,7 @@ class StageOracle:
             is_never_full = view.slots is None or view.held + left < view.slots
             return moves[0] if moves and (is_full or is_never_full) else None
         # A backward that grows may not fit behind another one.
-        stay = (Kind.W,) if self._problem.growth else (Kind.B, Kind.W)
+        stay = ENDING_KINDS if self._problem.growth else [kind for kind in Kind if not KINDS[kind].takes_slot]
         return next((move for move in moves if self._own[move[1]][0] in stay), None)
 
     def _find_readers(self) -> dict[int, int]:
@@ -283,8 +276,8 @@ class StageOracle:
 def bits_of(graph: TaskGraph, mode: Mode) -> dict[tuple[Kind, int], int]:
     """The bit of every kind and virtual stage, above those it reads."""
     upward = range(graph.placement.num_virtual_stages)
-    pairs = [(Kind.F, v) for v in upward]
-    pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not Kind.F]
+    pairs = [(F, v) for v in upward]
+    pairs += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, mode) if kind is not F]
     return {pair: 1 << index for index, pair in enumerate(pairs)}
 
 
@@ -356,10 +349,10 @@ def explore(
     mode: Mode = Mode.TRAIN,
     *,
     in_order: Collection[ForcedOrder] = (),
-    admission: type[Admission] | None = None,
+    admission: type[MemoryRule] | None = None,
     sizes: Sequence[int] | None = None,
     estimates: Sequence[int] | None = None,
-    skipped: Sequence[Skipped] = (),
+    visits: Visits | None = None,
     growth: int = 0,
     reduce: bool = True,
     oracles: Oracles | None = None,
@@ -376,7 +369,7 @@ def explore(
             what the core chooses for each stage.
         sizes: bytes that a chunk task of each microbatch holds, for byte limits; one each by default.
         estimates: for each microbatch, the number that is known of its forwards beforehand; None: nothing is known.
-        skipped: for each microbatch the virtual stages that it does not visit; empty: each one visits all.
+        visits: which virtual stages each microbatch visits; None: all.
         growth: bytes that a split backward adds, until its weight task has run.
         reduce: leave out orders that cannot matter; False visits every reachable state.
         oracles: what stages have answered in earlier explorations; added to.
@@ -386,9 +379,9 @@ def explore(
     resolved = [Limit.resolve(spec, stage, stages) for stage, spec in enumerate(specs)]
     held = (1,) * microbatches if sizes is None else tuple(sizes)
     known = None if estimates is None else tuple(estimates)
-    step = StepId(0, mode, microbatches)
+    step, own = StepId(0, mode, microbatches), visits or Visits(microbatches)
     problems = [
-        StageProblem(graph, step, stage, limit, frozenset(in_order), admission, held, known, tuple(skipped), growth)
+        StageProblem(graph, step, own, stage, limit, frozenset(in_order), admission, held, known, growth)
         for stage, limit in zip(range(stages), resolved, strict=True)
     ]
     return _Explorer(problems, {} if oracles is None else oracles).run(

@@ -43,7 +43,7 @@ class FaultChecker(RankChecker):
         # held from its chunk on. In a forced order so may the lowest microbatch of each.
         extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
         most_bytes = None if limit.bytes is None else limit.bytes + extra
-        super().__init__(rank, graph, limit, most_bytes, scenario.visits_of)
+        super().__init__(rank, graph, limit, most_bytes, scenario.visits_of, is_forced=bool(scenario.in_order))
         self.violations: list[str] = []
 
     def object_to(self, what: str) -> None:
@@ -238,7 +238,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         )
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        return replace(super().opened(step), skipped=self._scenario.visits_of(step).skipped)
+        return replace(super().opened(step), visits=self._scenario.visits_of(step))
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
         scenario, parallelism = self._scenario, self._parallelism

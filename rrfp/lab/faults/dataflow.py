@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import KINDS, F, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
-_CODES = {Kind.F: 1, Kind.B: 2, Kind.W: 3}
+_CODES = {kind: code for code, kind in enumerate(KINDS, 1)}
 
 
 class MissingInputError(Exception):
@@ -29,7 +29,7 @@ def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int
 
 def adds_to_gradient(graph: TaskGraph, task: Task) -> bool:
     """Whether ``task`` forms weight gradients: W, or an unsplit B."""
-    return task.kind is Kind.W or (task.kind is Kind.B and not graph.split[task.virtual_stage])
+    return task.kind is graph.last_kind(task.virtual_stage, Mode.TRAIN)
 
 
 class Reference:
@@ -41,7 +41,7 @@ class Reference:
         #: By virtual stage: the sum over its microbatches.
         self.gradients: dict[int, int] = {}
         upward = range(graph.placement.num_virtual_stages)
-        order = [(Kind.F, v) for v in upward]
+        order = [(F, v) for v in upward]
         if step.mode is Mode.TRAIN:
             order += [(kind, v) for v in reversed(upward) for kind in graph.kinds(v, step.mode)[1:]]
             self.gradients = dict.fromkeys(upward, 0)

@@ -17,7 +17,7 @@ from rrfp.core.ready_set import ForcedOrder, ReadySet, natural_order
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.lab.explore.graph_cases import random_skips
+from rrfp.lab.explore.graph_cases import random_visits
 from rrfp.lab.faults.faults import (
     AnyId,
     Death,
@@ -33,10 +33,10 @@ from rrfp.lab.faults.faults import (
     Swap,
 )
 from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario
-from rrfp.memory.admission import Limit
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES, Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.tasks import SENT_TO, Kind, Mode, StepId, Task
 from rrfp.schedules.registry import make_schedule, schedule_names
 
 
@@ -219,8 +219,9 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         graph = _branches(branches)
     stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     steps = _steps(shape)
-    skipped = random_skips(count, steps[0].microbatches, branches) if branches.random() < has_branches / 2 else ()
-    steps = steps[:1] if any(skipped) else steps
+    has_skips = branches.random() < has_branches / 2
+    visits = random_visits(count, steps[0].microbatches, branches) if has_skips else None
+    steps = steps[:1] if visits is not None and visits.are_partial else steps
     most = max(step.microbatches for step in steps)
     durations, latencies = _durations(shape, count, most), _latencies(shape, count, most)
     control_latency = shape.choice([0.0, 0.1, 1.0]) * shape.random()
@@ -235,7 +236,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     together = random.Random(f"{seed} crew")
     alone = alone or has_branches
     parallelism = Parallelism() if alone else _parallelism(together, stages, most, may_agree=method in _AGREEABLE)
-    if any(parallelism.bytes_held) and limits[0].rule != "paper" and not make_hint(0).may_wait:
+    if any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
         is_free = together.random() < 0.5
         limits = tuple([Limit(None if is_free else limit.microbatches, room) for limit in limits])
@@ -257,7 +258,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         faults=(),
         parallelism=parallelism,
         takes_offers=_takes_offers(seed, depth, parallelism, limits),
-        skipped=skipped,
+        visits=visits if visits is not None and visits.are_partial else None,
     )
     return replace(scenario, faults=RandomFaults(random.Random(f"{seed} faults"), scenario).draw())
 
@@ -309,14 +310,14 @@ def _durations(rng: random.Random, count: int, microbatches: int) -> dict[Kind, 
         return tuple([float(round(time)) for time in times] if is_whole else times)
 
     scale = {Kind.F: 1.0, Kind.B: 1.5, Kind.W: 0.7}
-    return {kind: tuple([row(speed * scale[kind]) for speed in speeds]) for kind in Kind}
+    return {kind: tuple([row(speed * scale.get(kind, 1.0)) for speed in speeds]) for kind in Kind}
 
 
 def _latencies(rng: random.Random, count: int, microbatches: int) -> dict[Kind, Rows]:
     base, jitter = rng.choice([0.0, 0.1, 1.0]), rng.choice([0.0, 1.0, 5.0])
     return {
         kind: tuple([tuple([base + jitter * rng.random() ** 3 for _ in range(microbatches)]) for _ in range(count)])
-        for kind in (Kind.F, Kind.B)
+        for kind in SENT_TO
     }
 
 
@@ -327,7 +328,7 @@ def _gates(
     limits, in_order = _limits(rng, graph, microbatches), _in_order(rng, graph)
     if may_wait:  # a hint that waits for one task must never find it blocked
         return (Limit(),) * graph.placement.stages, frozenset()
-    return limits, frozenset() if limits[0].rule == "paper" else in_order  # the paper knows no forced order
+    return limits, in_order if RULES[limits[0].rule].fits_forced_order else frozenset()
 
 
 def _in_order(rng: random.Random, graph: TaskGraph) -> frozenset[ForcedOrder]:
@@ -343,9 +344,10 @@ def _in_order(rng: random.Random, graph: TaskGraph) -> frozenset[ForcedOrder]:
 
 def _limits(rng: random.Random, graph: TaskGraph, microbatches: int) -> tuple[Limit, ...]:
     stages = graph.placement.stages
-    spec = rng.choice(["1f1b", "1f1b", "2n", None, 1, rng.randint(1, microbatches + 1), "paper", "own"])
-    if spec == "paper":
-        return (Limit(rng.randint(1, microbatches), rule="paper"),) * stages
+    others = [name for name in OFFERED_RULES if name != DEFAULT_RULE]
+    spec = rng.choice(["1f1b", "1f1b", "2n", None, 1, rng.randint(1, microbatches + 1), *others, "own"])
+    if spec in others:
+        return (Limit(rng.randint(1, microbatches), rule=str(spec)),) * stages
     if spec == "own":
         return tuple([Limit(rng.randint(1, microbatches + 1)) for _ in range(stages)])
     return tuple([Limit.resolve(spec, stage, stages) for stage in range(stages)])

@@ -15,7 +15,7 @@ from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, StepId
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.visits import Visits
 
 #: For each virtual stage, a number of seconds for each microbatch.
 Rows = tuple[tuple[float, ...], ...]
@@ -103,13 +103,13 @@ class Scenario:
     parallelism: Parallelism = Parallelism()
     #: Lanes take offered tasks: see `rrfp.arbiter.offers`.
     takes_offers: bool = False
-    #: By microbatch the virtual stages that it skips, in every step; empty: none does. There is one step then: ranks
+    #: What microbatches visit, in every step; None: all visit everything. There is one step otherwise: ranks
     #: that have nothing in common in a step may be any number of steps apart.
-    skipped: tuple[Skipped, ...] = ()
+    visits: Visits | None = None
 
     def visits_of(self, step: StepId) -> Visits:
         """What the microbatches of ``step`` visit."""
-        return Visits(step.microbatches, self.skipped[: step.microbatches])
+        return Visits(step.microbatches) if self.visits is None else self.visits
 
     def _pipeline(self) -> Iterator[str]:
         graph, placement = self.graph, self.graph.placement
@@ -122,7 +122,7 @@ class Scenario:
         edges = [f"{u}->{v}" for u, v in graph.edges or () if v != u + 1 or not graph.is_chain]
         if edges:
             yield f"{'skip edges' if graph.is_chain else 'edges'} {' '.join(edges)}"
-        for m, skipped in enumerate(self.skipped):
+        for m, skipped in enumerate(() if self.visits is None else self.visits.skipped):
             if skipped:
                 yield f"microbatch {m} skips {' '.join(map(str, sorted(skipped)))}"
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES, counts_bytes
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, MultimodalWorkload, Workload, as_option
+from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES
 
 # What computes is imported where it is used: `rrfp --help` looks at the fields, and must not wait for numpy.
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rrfp.lab.cluster.coordination import CoordinationName
     from rrfp.lab.cluster.simulation import TensorParallelSimulation
     from rrfp.lab.simulation import Sends, Simulation
-    from rrfp.memory.admission import AdmissionRule
     from rrfp.schedules.registry import ScheduleSpec
 
 #: How one gets a cost file whose backward is split.
@@ -99,9 +99,7 @@ class SimulatedMethod:
         metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|SIZE", known=_LIMITS, beside=_BF),
     )
     #: With a hint, how chunks share the limit's slots.
-    admission: AdmissionRule = field(
-        default="staircase", metadata=as_option(_ADMISSION, known=("staircase", "paper"), beside=_BF)
-    )
+    admission: str = field(default=DEFAULT_RULE, metadata=as_option(_ADMISSION, known=OFFERED_RULES, beside=_BF))
     #: With a hint, the order of the microbatches of each kind on each virtual stage.
     order: MicrobatchOrder = field(default="free", metadata=as_option(_ORDER, known=("free", "natural"), beside=_BF))
     #: Of a strict schedule, see `rrfp.lab.simulation.simulate`.
@@ -117,13 +115,13 @@ class SimulatedMethod:
         from rrfp.hints.registry import check_order, create_strict
         from rrfp.lab.cluster.coordination import COORDINATIONS
         from rrfp.lab.simulation import ORDERS, SENDS
-        from rrfp.memory.admission import AdmissionRule, Limit
+        from rrfp.memory.admission import Limit
         from rrfp.schedules.csv import CsvSchedule
 
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
         allowed = {
-            "admission": get_args(AdmissionRule),
+            "admission": OFFERED_RULES,
             "order": ORDERS,
             "sends": SENDS,
             "coordination": (None, *COORDINATIONS),
@@ -171,8 +169,10 @@ class SimulatedMethod:
             raise ConfigError(f"coordination is {self.coordination!r}, must be None without tp")
         if self.hint is None:
             return simulate(costs, strict=self.strict, sends=self.sends)
-        if self.admission == "paper" and self.counts_bytes and not str(self.limit).startswith(SAME_BYTES):
-            raise ConfigError(f"admission is 'paper', which counts microbatches, and limit is {self.limit!r}: bytes")
+        is_in_bytes = self.counts_bytes and not str(self.limit).startswith(SAME_BYTES)
+        if is_in_bytes and not RULES[self.admission].counts_bytes:
+            rule = repr(self.admission)
+            raise ConfigError(f"admission is {rule}, which counts microbatches, and limit is {self.limit!r}: bytes")
         how: Mapping[str, Any] = {"limit": self.limit, "admission": self.admission, "order": self.order}
         return simulate(costs, hint=self.hint, sends=self.sends, sizes=sizes, **how)
 
@@ -181,7 +181,7 @@ class SimulatedMethod:
 
         if self.counts_bytes:
             raise ConfigError(f"limit is {self.limit!r}, must count microbatches with tp")
-        for name, only in (("admission", "staircase"), ("sends", "eager")):
+        for name, only in (("admission", DEFAULT_RULE), ("sends", "eager")):
             if getattr(self, name) != only:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be {only} with tp")
         if self.hint is None:

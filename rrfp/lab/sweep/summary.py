@@ -13,7 +13,7 @@ from typing import Any
 
 from rrfp.lab.limit_texts import SAME_BYTES
 from rrfp.lab.sweep.runs import SweepRow
-from rrfp.memory.admission import Limit
+from rrfp.memory.admission import DEFAULT_RULE, Limit
 
 #: The columns that a workload has beside its seed, and those of a method.
 WORKLOAD_COLUMNS = (
@@ -174,7 +174,7 @@ def label(row: SweepRow) -> str:
     """A method in a few words, with the memory that it may hold."""
     if row.kind == "strict":
         return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
-    rule = ", paper's rule" if row.admission == "paper" else ""
+    rule = "" if row.admission in (None, DEFAULT_RULE) else f", {row.admission} rule"
     order = ", natural order" if row.order == "natural" else ""
     sizes = f", {'no' if row.sizes == 'none' else row.sizes} sizes" if row.sizes in ("none", "planned") else ""
     group = f", {row.coordination}" if row.coordination else ""

@@ -14,8 +14,8 @@ from rrfp.lab.traces.chrome_reader import TracedRun
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
 from rrfp.model.plain_graph import edge_names
-from rrfp.model.tasks import Kind, Task
-from rrfp.model.visits import Skipped, Visits
+from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
+from rrfp.model.visits import Visits
 from rrfp.trace.spans import Skip, StepTrace, TaskSpan
 
 
@@ -29,10 +29,15 @@ class Shape:
     chunks: int
     #: Which stage holds which virtual stage.
     placement: Layout | Literal["table"]
-    #: Whether weight gradients are tasks of their own, on any virtual stage.
-    split: bool
+    #: Of tasks, on any virtual stage: W where weight gradients are tasks of their own.
+    kinds: tuple[Kind, ...]
     #: Of virtual stages with names; then ``chunks`` is that of the stage with most.
     graph: TaskGraph | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether backward is split on any virtual stage."""
+        return Kind.W in self.kinds
 
     def to_graph(self) -> TaskGraph:
         """The graph: of a chain too."""
@@ -65,8 +70,8 @@ class TracedStep:
     #: For each message between stages whose arrival is known, by the task that made it and the stage that it went to:
     #: seconds from the end of that task to the arrival.
     latencies: Mapping[tuple[Task, int], float]
-    #: Of a graph, by microbatch the virtual stages that have no tasks; empty: all have.
-    skipped: tuple[Skipped, ...] = ()
+    #: Which virtual stages of a graph have tasks of each microbatch.
+    visits: Visits
     #: Of its microbatches, where they were recorded.
     sizes: tuple[float, ...] | None = None
 
@@ -80,22 +85,23 @@ def traced_step(trace: StepTrace, num_stages: int, graph: TaskGraph | None = Non
     """Check a recorded training step."""
     tasks = _tasks(trace)
     microbatches = 1 + max(task.microbatch for task in tasks)
-    weighted = {task.virtual_stage for task in tasks if task.kind is Kind.W}
+    ran = {task.kind for task in tasks}
+    kinds = tuple(kind for kind in Kind if kind in ran)
     if graph is None:
         stage_of = _stages_of(tasks.values())
-        _check_whole(tasks, range(len(stage_of)), microbatches, weighted)
-        shape = Shape(num_stages, *_placement(stage_of, num_stages), bool(weighted))
+        _check_whole(tasks, range(len(stage_of)), microbatches)
+        shape = Shape(num_stages, *_placement(stage_of, num_stages), kinds)
     else:
         _check_placed(tasks.values(), graph)
-        _check_whole(tasks, range(len(graph.stage_of)), microbatches, weighted, frozenset(trace.skipped))
+        _check_whole(tasks, range(len(graph.stage_of)), microbatches, frozenset(trace.skipped))
         chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
-        shape = Shape(num_stages, chunks, "table", bool(weighted), graph)
+        shape = Shape(num_stages, chunks, "table", kinds, graph)
     latencies = _traced_latencies(trace, tasks, shape.to_graph())
     seconds = trace.end - trace.start
-    skipped = _by_microbatch(trace.skipped, microbatches)
+    visits = _visits(trace.skipped, microbatches)
     if trace.sizes is not None and len(trace.sizes) != microbatches:
         raise ConfigError(f"sizes has {len(trace.sizes)} entries, must have {microbatches}, one a microbatch")
-    return TracedStep(trace.step, shape, microbatches, seconds, tasks, latencies, skipped, trace.sizes)
+    return TracedStep(trace.step, shape, microbatches, seconds, tasks, latencies, visits, trace.sizes)
 
 
 def _tasks(trace: StepTrace) -> dict[Task, TaskSpan]:
@@ -114,13 +120,12 @@ def _check_whole(
     tasks: Collection[Task],
     virtual_stages: Iterable[int],
     microbatches: int,
-    weighted: Collection[int],
     skipped: Collection[Skip] = (),
 ) -> None:
     """Refuse a step that lacks a task, or ran a skipped one."""
     if wrong := next((task for task in tasks if (task.microbatch, task.virtual_stage) in skipped), None):
         raise ConfigError(f"{wrong} ran, and its microbatch skips that virtual stage")
-    if (missing := _missing(tasks, virtual_stages, microbatches, weighted, skipped)) is not None:
+    if (missing := _missing(tasks, virtual_stages, microbatches, skipped)) is not None:
         raise ConfigError(f"{missing} is missing: the file lacks a rank, or the rank's trace was cut")
 
 
@@ -128,13 +133,13 @@ def _missing(
     tasks: Collection[Task],
     virtual_stages: Iterable[int],
     microbatches: int,
-    weighted: Collection[int],
     skipped: Collection[Skip],
 ) -> Task | None:
     """The first task that the step must have and lacks."""
     # Not by itertools.product, which makes a list of all microbatches: their number is one that a file names.
+    ran = {(task.kind, task.virtual_stage) for task in tasks}
     for v in virtual_stages:
-        kinds = [kind for kind in Kind if kind is not Kind.W or v in weighted]
+        kinds = [kind for kind, row in KINDS.items() if row.option is None or (kind, v) in ran]
         for m in range(microbatches):
             for kind in kinds:
                 if (task := Task(kind, m, v)) not in tasks and (m, v) not in skipped:
@@ -164,13 +169,13 @@ def _check_placed(spans: Iterable[TaskSpan], graph: TaskGraph) -> None:
             raise ConfigError(f"{span.task} ran on stage {span.stage}, and the graph has that virtual stage {placed}")
 
 
-def _by_microbatch(skips: Iterable[Skip], microbatches: int) -> tuple[Skipped, ...]:
+def _visits(skips: Iterable[Skip], microbatches: int) -> Visits:
     by_microbatch: list[set[int]] = [set() for _ in range(microbatches)]
     for microbatch, v in skips:
         if microbatch >= microbatches:
             raise ConfigError(f"microbatch {microbatch} skips a virtual stage, and has no task at all")
         by_microbatch[microbatch].add(v)
-    return tuple(map(frozenset, by_microbatch)) if any(by_microbatch) else ()
+    return Visits(microbatches, tuple(map(frozenset, by_microbatch)))
 
 
 def _placement(stage_of: list[int], num_stages: int) -> tuple[int, Layout]:
@@ -192,8 +197,8 @@ def _traced_latencies(
         task, arrived = message.task, message.arrived
         if task not in tasks or arrived is None:
             continue
-        readers = (graph.successors if task.kind is Kind.F else graph.predecessors)[task.virtual_stage]
-        targets = {graph.stage_of[reader] for reader in readers}
+        readers = graph.consumers(task.kind, task.virtual_stage, Mode.TRAIN)
+        targets = {graph.stage_of[reader] for _, reader in readers}
         if message.source == tasks[task].stage and message.target in targets - {message.source}:
             latencies[task, message.target] = max(
                 0.0, arrived - tasks[task].end
@@ -263,7 +268,7 @@ def measured_costs(
     steps = [each for _, each in named if each.microbatches == microbatches]
     left_out.update(f"of {each.microbatches} microbatches" for _, each in named if each.microbatches != microbatches)
     chosen = steps
-    if step in ("median", "mean") and len({each.skipped for each in steps}) > 1:
+    if step in ("median", "mean") and len({each.visits for each in steps}) > 1:
         raise ConfigError(
             f"step is {step!r}, and microbatches skip other parts in one step than in another: must be 'typical' or "
             "the number of a step"
@@ -316,26 +321,27 @@ def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: 
 
 def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> tuple[CostTable, int, int]:
     """The table, and how many latencies are measured and filled in."""
-    shape, microbatches, skipped = steps[0].shape, steps[0].microbatches, steps[0].skipped
+    shape, microbatches, visits = steps[0].shape, steps[0].microbatches, steps[0].visits
     sizes = steps[0].sizes if len({step.sizes for step in steps}) == 1 else None
-    graph, visits = shape.to_graph(), Visits(microbatches, skipped)
-    forward, backward = _latencies(steps, graph, Kind.F, middle), _latencies(steps, graph, Kind.B, middle)
-    sent = [_sent(graph, visits, kind) for kind in (Kind.F, Kind.B)]
+    graph = shape.to_graph()
+    forward, backward = (_latencies(steps, graph, kind, middle) for kind in SENT_TO)
+    sent = [_sent(graph, visits, kind) for kind in SENT_TO]
     filled = sum(int(np.isnan(rows[mask]).sum()) for rows, mask in zip((forward, backward), sent, strict=True))
     messages = int(sum(mask.sum() for mask in sent))
     if latency is None and messages and filled == messages:
         raise ConfigError(f"no time of a message is recorded: give latency, one of: {', '.join(LATENCY_MODELS)}")
     there, back = _filled(forward, backward, _crosses(graph))
     others: dict[str, Any] = {
-        "forward": _durations(steps, graph, Kind.F, middle),
-        "backward": _durations(steps, graph, Kind.B, middle),
-        "weight": _durations(steps, graph, Kind.W, middle) if shape.split else None,
+        **{
+            row.name: _durations(steps, graph, kind, middle) if kind in shape.kinds else None
+            for kind, row in KINDS.items()
+        },
         "latency_forward": there,
         "latency_backward": back,
         "sizes": sizes,
     }
     if shape.graph is not None:
-        table = CostTable.of_graph(shape.graph, microbatches, skipped=skipped, **others)
+        table = CostTable.of_graph(shape.graph, microbatches, skipped=visits.skipped, **others)
     else:
         table = CostTable(shape.stages, shape.chunks, shape.placement, microbatches, **others)
     if latency is not None:
@@ -359,7 +365,7 @@ def _sent(graph: TaskGraph, visits: Visits, kind: Kind) -> Bits:
     known: set[tuple[int, int, int]] = set()
     for e, m in np.ndindex(sent.shape):
         u, v = _edges(graph)[e]
-        message = (m, u, graph.stage_of[v]) if kind is Kind.F else (m, v, graph.stage_of[u])
+        message = (m, u, graph.stage_of[v]) if SENT_TO[kind] is Side.AFTER else (m, v, graph.stage_of[u])
         exists = not {u, v} & visits.skipped_by(m) and graph.stage_of[u] != graph.stage_of[v]
         if exists and message not in known:
             known.add(message)
@@ -382,7 +388,7 @@ def _latencies(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle
     rows = np.full((len(_edges(graph)), steps[0].microbatches), np.nan)
     for e, m in np.ndindex(rows.shape):
         u, v = _edges(graph)[e]
-        source, target = (u, v) if kind is Kind.F else (v, u)
+        source, target = (u, v) if SENT_TO[kind] is Side.AFTER else (v, u)
         message = (Task(kind, m, source), graph.stage_of[target])
         known = [step.latencies[message] for step in steps if message in step.latencies]
         rows[e, m] = middle(known) if known else np.nan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
-from rrfp.model.tasks import Kind
+from rrfp.model.tasks import KINDS, Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,9 +68,7 @@ class IdleLook:
     ink: Colour
 
 
-#: Distinct for all common colour blindnesses and in grey: dark, light, middle.
-KIND_COLOURS = {Kind.F: _hex("#2f6db5"), Kind.B: _hex("#f5b041"), Kind.W: _hex("#4fa58c")}
-KIND_LABELS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
+KIND_COLOURS = {kind: _hex(row.colour) for kind, row in KINDS.items()}
 IDLE_LOOKS = {
     WaitCause.INPUT: IdleLook(_hex("#dfe3e9"), None, _hex("#dfe3e9")),
     WaitCause.MEMORY: IdleLook(_hex("#f9dde2"), "//////", _hex("#c2506b")),

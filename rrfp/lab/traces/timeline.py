@@ -21,7 +21,6 @@ from rrfp.lab.traces.pictures import (
     FRAME,
     IDLE_LOOKS,
     KIND_COLOURS,
-    KIND_LABELS,
     MUTED,
     NUMBER_SIZE,
     TEXT_SIZE,
@@ -31,7 +30,7 @@ from rrfp.lab.traces.pictures import (
     require_matplotlib,
     save_picture,
 )
-from rrfp.model.tasks import Kind
+from rrfp.model.tasks import KINDS, Kind
 from rrfp.trace.breakdown import CAUSE_LABELS, blank_seconds, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 
@@ -155,10 +154,10 @@ def _kinds(drawn: Drawn) -> dict[Kind, str]:
     for kind in [kind for kind in Kind if _chunks(tints, kind)]:
         numbers = _chunks(tints, kind)
         if drawn.parts:
-            labels[kind] = f"{KIND_LABELS[kind]}: {', '.join(drawn.parts[number] for number in numbers)}"
+            labels[kind] = f"{KINDS[kind].label}: {', '.join(drawn.parts[number] for number in numbers)}"
             continue
         chunks = ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
-        labels[kind] = f"{KIND_LABELS[kind]}, chunk {chunks}" if several else KIND_LABELS[kind]
+        labels[kind] = f"{KINDS[kind].label}, chunk {chunks}" if several else KINDS[kind].label
     return labels
 
 

@@ -50,6 +50,7 @@ class Watchdog:
         self._fail = context.fail
         self._observer = context.observer
         self._spawn = context.supervisor.spawn
+        self._save_events = context.save_events
         self._closed_peers = context.closed_peers
         self._progress = progress
         self._query = query
@@ -117,6 +118,7 @@ class Watchdog:
             self._fail(DeadlockError(text))
         elif first is not None:
             self._observer.stalled(text)
+            self._save_events(text)
             if self._rank == first:  # so that there is one line for all
                 idle = self._progress.idle_seconds()
                 logger.warning(

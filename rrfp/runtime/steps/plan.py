@@ -47,7 +47,7 @@ def _named_targets(targets: Any, graph: ModelGraph | None) -> dict[str, Any]:
 
 
 def _named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
-    """The lists in ``visits``, which `ModelGraph.skipped` checks; a ConfigError for a model without parts."""
+    """The lists in ``visits``, which `ModelGraph.visits_of` checks; a ConfigError for a model without parts."""
     if visits is None:
         return {}
     if graph is None:
@@ -241,7 +241,7 @@ class StepPlanner:
         count = self._microbatches(request)
         inputs, targets, visits = request.inputs, request.targets, Visits(count)
         if self.model is not None:
-            visits = Visits(count, self.model.skipped(request.visits, count))
+            visits = self.model.visits_of(request.visits, count)
             inputs = _with_unvisited({} if inputs is None else inputs, visits, self.model)
             targets = _with_unvisited(targets, visits, self.model)
         kwargs: Any = request.kwargs

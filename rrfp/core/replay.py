@@ -1,0 +1,102 @@
+"""A recorded core, replayed: a new one is told what it was told, and comes to the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rrfp.core import events as ev
+from rrfp.core.event_history import EventHistory, StepEvents
+from rrfp.core.group_step import GroupMembership
+from rrfp.core.hint import Hint, View
+from rrfp.core.ready_set import ForcedOrder, ReadySet
+from rrfp.core.stage_core import StageCore
+from rrfp.errors import HintError, RrfpError
+from rrfp.memory.admission import Limit
+from rrfp.model.graph import TaskGraph
+from rrfp.model.tasks import Task
+
+
+class _Recorded(Hint):
+    """Takes and orders steps as the recorded hint did. It never chooses: tasks were enqueued."""
+
+    def __init__(self, steps: Iterable[StepEvents], *, may_wait: bool) -> None:
+        self._steps = iter(steps)
+        self._step: StepEvents | None = None
+        self.may_wait = may_wait
+
+    def open_step(self, view: View) -> None:
+        self._step = next(self._steps, None)
+        if self._step is None or not self._step.is_open:
+            raise HintError(f"hint {type(self).__name__} refused the step")
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        raise NotImplementedError("a replayed core decides nothing")
+
+    def microbatch_order(self, view: View) -> Sequence[int] | None:
+        return None if self._step is None else self._step.order
+
+    def awaits(self, task: Task, view: View) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An event that the core refused, as it did in the recorded run."""
+
+    #: Its number among all events, from 0.
+    number: int
+    event: ev.Event
+    error: RrfpError
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One core, and what it was told in its current and its last step."""
+
+    graph: TaskGraph
+    stage: int
+    limit: Limit
+    group: GroupMembership
+    in_order: tuple[ForcedOrder, ...]
+    #: The hint's class, for people.
+    hint: str
+    #: Whether the hint may choose nothing although tasks are ready.
+    may_wait: bool
+    #: Oldest first.
+    steps: tuple[StepEvents, ...]
+
+    @classmethod
+    def of(cls, core: StageCore) -> Recording:
+        """What ``core`` has kept."""
+        steps = () if core.history is None else core.history.steps
+        hint, forced = core.hint, tuple(sorted(core.in_order))
+        return cls(core.graph, core.stage, core.limit, core.group, forced, type(hint).__name__, hint.may_wait, steps)
+
+    @property
+    def events(self) -> tuple[ev.Event, ...]:
+        """All events, oldest first."""
+        return tuple(event for step in self.steps for event in step.events)
+
+    def replay(self) -> tuple[StageCore, tuple[Refusal, ...]]:
+        """A core that was told all events, and what it refused of them."""
+        # Of the same name, for those who read what a hint does not choose.
+        hint = type(self.hint, (_Recorded,), {})(self.steps, may_wait=self.may_wait)
+        core = StageCore(
+            self.graph,
+            self.stage,
+            hint,
+            self.limit,
+            group=self.group,
+            in_order=self.in_order,
+            history=EventHistory(),
+        )
+        if self.steps:
+            core.recall(self.steps[0].known)
+        refused = []
+        for number, event in enumerate(self.events):
+            try:
+                core.apply(event)
+            except RrfpError as error:
+                refused.append(Refusal(number, event, error))
+        return core, tuple(refused)

@@ -1,0 +1,267 @@
+"""The event log of a rank as a file: what its core was told in its current and its last step, and its state then.
+
+    {"rrfp events": 1, "rank": 1, "mesh": {...}, "why": "...", "stage": 1, "graph": {...}, ...}
+    {"known": {"step": 6, ...}, "open": true, "order": null}     a step begins: what the core knew before it
+    ["StepOpened", 6, "train", 4, null, null, null]                   an event: its name, and its fields in order
+    ["Arrived", [6, "train", 4], "F0@0", 4096, null]
+    {"state": {...}}                                                  what came of them
+
+One JSON value a line. Signatures of forwards, which may be anything hashable, are numbers: equal ones have the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from rrfp.atomic_files import write_atomically
+from rrfp.core import events as ev
+from rrfp.core.event_history import Known, StepEvents
+from rrfp.core.group_step import GroupMembership
+from rrfp.core.replay import Recording
+from rrfp.core.stage_core import StageCore
+from rrfp.core.waiting import state_of
+from rrfp.errors import ConfigError, Origin
+from rrfp.memory.admission import Limit
+from rrfp.memory.measured import Largest, Measured, Spent
+from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId, Task
+from rrfp.model.topology import Topology
+from rrfp.model.visits import Visits
+from rrfp.plain import number, shown, text, whole
+
+FORMAT, VERSION = "rrfp events", 1
+
+
+@dataclass(frozen=True, slots=True)
+class EventLog:
+    """What a rank wrote."""
+
+    topology: Topology
+    #: What happened then, in words.
+    why: str
+    recording: Recording
+    #: As `rrfp.core.waiting.state_of` has it.
+    state: Mapping[str, Any]
+
+
+def log_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Where the log of ``rank`` is; a later one replaces it."""
+    return Path(folder) / f"events-rank{rank}.jsonl"
+
+
+def write_event_log(folder: str | os.PathLike[str], topology: Topology, core: StageCore, why: str) -> Path:
+    """Write what ``core`` has kept; a ConfigError if that is impossible."""
+    path = log_path(folder, topology.rank)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(folder)}: cannot be made ({error.strerror or error})") from None
+    write_atomically(path, (f"{json.dumps(line)}\n" for line in _lines(topology, core, why)))
+    return path
+
+
+def _lines(topology: Topology, core: StageCore, why: str) -> Iterator[Any]:
+    recording, numbers = Recording.of(core), dict[Hashable, int]()
+
+    def numbered(signature: Hashable) -> int | None:
+        return None if signature is None else numbers.setdefault(signature, len(numbers))
+
+    def plain_event(event: ev.Event) -> list[Any]:
+        if isinstance(event, ev.Previewed):
+            event = replace(event, signature=numbered(event.signature))
+        return [type(event).__name__, *(_plain(getattr(event, field.name)) for field in fields(event))]
+
+    def plain_known(known: Known) -> dict[str, Any]:
+        sizes = known.sizes and {
+            mode: [
+                {**step, "of_signature": [[c, numbered(s), b] for c, s, b in step["of_signature"]]} for step in steps
+            ]
+            for mode, steps in known.sizes.items()
+        }
+        measured = [asdict(each) for each in known.measured]
+        return {"step": known.step, "measured": measured, "sizes": sizes, "early": [*map(plain_event, known.early)]}
+
+    where = {"rank": topology.rank, "mesh": asdict(topology.mesh)}
+    yield {FORMAT: VERSION, **where, "why": why, **_plain_core(recording)}
+    for step in recording.steps:
+        yield {"known": plain_known(step.known), "open": step.is_open, "order": step.order}
+        yield from map(plain_event, step.events)
+    yield {"state": state_of(core)}
+
+
+def _plain_core(recording: Recording) -> dict[str, Any]:
+    graph, limit, group = recording.graph, recording.limit, recording.group
+    placement = graph.placement
+    return {
+        "stage": recording.stage,
+        "graph": {
+            "placement": asdict(placement) if isinstance(placement, Placement) else [*graph.stage_of],
+            "edges": graph.edges,
+            "split": graph.split,
+            "names": graph.names,
+        },
+        "limit": [limit.microbatches, limit.bytes, limit.rule],
+        "group": [group.member, group.size],
+        "in_order": [f"{kind}@{v}" for kind, v in recording.in_order],
+        "hint": recording.hint,
+        "may_wait": recording.may_wait,
+    }
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Task():
+            return str(value)
+        case Enum():
+            return value.value
+        case StepId():
+            return [value.number, value.mode.value, value.microbatches]
+        case Visits():
+            return [value.microbatches, [sorted(skipped) for skipped in value.skipped]]
+        case Origin():
+            return [value.stage, value.task, value.cause, value.rank]
+    return value
+
+
+# Reading. Whatever is wrong with a line is an error that names it.
+
+
+def read_event_log(path: str | os.PathLike[str]) -> EventLog:
+    """Read what `write_event_log` wrote; a ConfigError names the line that cannot be read."""
+    name = os.fspath(path)
+    line = 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = list(file)
+        head = _head(lines[0] if lines else "")
+        steps: list[StepEvents] = []
+        state: Mapping[str, Any] | None = None
+        for content in lines[1:]:
+            line += 1
+            match json.loads(content):
+                case [str(event), *values] if steps and state is None:
+                    steps[-1].events.append(_event(event, values))
+                case {"known": dict(known), "open": bool(is_open), "order": order} if state is None:
+                    steps.append(StepEvents(_known(known), [], is_open, None if order is None else tuple(order)))
+                case {"state": dict(state)}:
+                    pass
+                case other:
+                    raise ValueError(f"{shown(other)} is not expected here")
+        if state is None:
+            raise ValueError("the log ends before the state")
+        line = 0
+        return EventLog(_topology(head), text("why", head["why"]), _recording(head, tuple(steps)), state)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror or error})") from None
+    except KeyError as error:
+        raise ConfigError(f"{name}: line {line + 1} has no {error}") from None
+    except (ConfigError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{name}: line {line + 1} cannot be read: {error!s:.300}") from None
+
+
+def _head(line: str) -> dict[str, Any]:
+    head = json.loads(line) if line else None
+    if not isinstance(head, dict) or head.get(FORMAT) != VERSION:
+        raise ValueError(f"an event log begins with {FORMAT!r}: {VERSION}")
+    return head
+
+
+def _topology(head: Mapping[str, Any]) -> Topology:
+    plain = head["mesh"]
+    dims = tuple((text("dim", name), whole(name, size, 1)) for name, size in plain["dims"])
+    mesh = Mesh(dims, tuple(plain["coordinate"]), tuple(plain["reduce"]))
+    return Topology.at(whole("rank", head["rank"], 0, mesh.size - 1), mesh)
+
+
+def _recording(head: Mapping[str, Any], steps: tuple[StepEvents, ...]) -> Recording:
+    graph, placement = head["graph"], head["graph"]["placement"]
+    return Recording(
+        TaskGraph(
+            Placement(**placement) if isinstance(placement, dict) else TablePlacement(tuple(placement)),
+            tuple((u, v) for u, v in graph["edges"]),
+            tuple(map(bool, graph["split"])),
+            tuple(map(str, graph["names"])),
+        ),
+        whole("stage", head["stage"]),
+        Limit(*head["limit"]),
+        GroupMembership(*head["group"]),
+        tuple((Kind(pair[0]), int(pair[2:])) for pair in head["in_order"]),
+        text("hint", head["hint"]),
+        bool(head["may_wait"]),
+        steps,
+    )
+
+
+def _known(plain: Mapping[str, Any]) -> Known:
+    measured = [
+        Measured(
+            each["virtual_stage"],
+            tuple(Spent(**spent) for spent in each["durations"]),
+            tuple(Largest(**sizes) for sizes in each["training_sizes"]),
+            tuple(Largest(**sizes) for sizes in each["evaluation_sizes"]),
+        )
+        for each in plain["measured"]
+    ]
+    early = tuple(_event(event, values) for event, *values in plain["early"])
+    return Known(whole("step", plain["step"]), tuple(measured), plain["sizes"], early)
+
+
+def _step_id(field: str, value: Any) -> StepId:
+    step, mode, microbatches = value
+    return StepId(whole(field, step), Mode(mode), whole(field, microbatches, 1))
+
+
+def _visits(field: str, value: Any) -> Visits:
+    microbatches, skipped = value
+    return Visits(whole(field, microbatches), tuple(map(frozenset, skipped)))
+
+
+def _origin(field: str, value: Any) -> Origin:
+    stage, task, cause, rank = value
+    return Origin(whole(field, stage), task, text(field, cause), rank)
+
+
+#: How a field of each type is read.
+_READERS: Mapping[Any, Callable[..., Any]] = {
+    int: whole,
+    float: number,
+    Task: lambda field, value: Task.parse(text(field, value)),
+    Mode: lambda field, value: Mode(value),
+    StepId: _step_id,
+    Visits: _visits,
+    Origin: _origin,
+    Hashable: whole,
+    tuple[float, ...]: lambda field, value: tuple(number(field, each) for each in value),
+}
+_EVENTS: Mapping[str, type] = {event.__name__: event for event in get_args(ev.Event)}
+
+
+def _event(name: str, values: Sequence[Any]) -> Any:
+    kind = _EVENTS.get(name)
+    if kind is None:
+        raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
+    hints = _fields_of(kind)
+    if len(values) != len(hints):
+        raise ValueError(f"{name} has {len(values)} fields, must have {', '.join(hints)}")
+    return kind(*(_field(field, hint, value) for (field, hint), value in zip(hints.items(), values, strict=True)))
+
+
+def _field(field: str, hint: Any, value: Any) -> Any:
+    types = get_args(hint)
+    if value is None and (type(None) in types or hint is Hashable):
+        return None
+    return _READERS[types[0] if type(None) in types else hint](field, value)
+
+
+@cache
+def _fields_of(event: type) -> Mapping[str, Any]:
+    return get_type_hints(event)
