@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rrfp.checkpoint.files import METADATA, Contents
-from rrfp.checkpoint.folder import checked_path, latest, note_newest, older
+from rrfp.checkpoint.folder import latest, note_newest, older
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -34,6 +34,7 @@ from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, replicas_of, save
 from rrfp.checkpoint.ranks import Ranks, failures
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
+from rrfp.plain import path_of
 
 logger = get_logger(__name__)
 
@@ -95,8 +96,8 @@ def load(
     """
     ranks = Ranks.of_process()
     with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
-        note_newest(checked_path(folder, "folder"))
-        given = None if path is None else checked_path(path, "path")
+        note_newest(path_of("folder", folder))
+        given = None if path is None else path_of("path", path)
     chosen = latest(folder) if given is None else given
     if chosen is None:
         return None

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
+from rrfp.compute.without_values import without_values
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import ConfigError
 from rrfp.model.declared import Graph as PartGraph
@@ -217,7 +218,7 @@ def check_modules(modules: object) -> None:
 
 
 def check_initialised(modules: Mapping[int, nn.Module], text_of: TextOf) -> None:
-    """Raise a ConfigError for a parameter or buffer of a lazy module, which torch creates at the first forward."""
+    """Raise a ConfigError for a parameter or buffer without values, or of a lazy module, which has no shape yet."""
     for v, module in sorted(modules.items()):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
@@ -225,3 +226,8 @@ def check_initialised(modules: Mapping[int, nn.Module], text_of: TextOf) -> None
                     f"{name!r} of {class_name(module)} on {text_of(v)} is lazy, must have a shape: run one "
                     "forward of the module before the pipeline and the optimizer are made"
                 )
+        for name, what in without_values(module):
+            raise ConfigError(
+                f"{name!r} of {class_name(module)} on {text_of(v)} {what}, must have values: load or compute them "
+                "before the pipeline and the optimizer are made (a stage of rrfp.split: stage.load_pretrained(folder))"
+            )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
+from rrfp.integrations.splitting.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class Layered(ABC):
     def run(self, sample: Sample) -> tuple[Any, Tensor | None]:
         """The whole model's output, and its own loss if it can."""
         return sample.call(self.model), None
+
+    def weights(self) -> Weights:
+        """How the model's entries are named and stored."""
+        return Weights(self.model)
 
     @abstractmethod
     def sample(self) -> Sample | None:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.layered import LayerCosts, Layered, Sample, check_cuts, evaluating, measure, tensors_of
 from rrfp.integrations.splitting.stages import Split
 
 
-class SequentialPart(nn.Sequential):
+class SequentialPart(NotesEmptyBuffers, nn.Sequential):
     """Some blocks of a chain, under the names of the whole."""
 
     def __init__(self, blocks: OrderedDict[str, nn.Module], *, is_last: bool) -> None:
