@@ -3,7 +3,8 @@
 #   INDEX_URL=https://...    the package index to install from; default: pip's own configuration
 #   ARGS="..."               passed on by `make demo` (to rrfp demo) and by `make test` (to pytest)
 #   GPU_PYTHON=3.12          the version of Python for which `make gpu-wheels` fetches wheels
-#   DEVICE=cuda|double       where `make gpu-test` and `make gpu-bench` run: double is a stand-in on the CPU
+#   DEVICE=cuda|stub|double  where `make gpu-test` and `make gpu-bench` run; the others are stand-ins on the CPU: stub is
+#                            torch's own CUDA build over a stub of CUDA, for which out/gpu-stub is set up first (3 GB)
 #   GPU_OUT=out              the folder of their results
 # `make test` leaves out what is exhaustive (the tests marked long, minutes of them); `make test-long` runs that alone.
 PYTHON ?= python3
@@ -22,10 +23,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-test gpu-bench gpu-questions
+.PHONY: help setup demo test test-fast test-long mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
 
 help:
-	@echo "make demo | test | test-fast | test-long | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-test | gpu-bench | gpu-questions      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -72,7 +73,17 @@ bench: $(READY)
 # The GPU targets use $(PYTHON) with its own torch and without .venv. They need no network: gpu-wheels, which does, is
 # run before on another machine, and out/gpu-wheels is carried to the one with the GPU.
 GPU_OUT ?= $(CURDIR)/out
-GPU_RUN = PYTHONPATH="$(CURDIR):$(CURDIR)/tests:$(GPU_OUT)/gpu-site:$$PYTHONPATH" $(PYTHON)
+GPU_STUB ?= $(CURDIR)/out/gpu-stub
+ifeq ($(DEVICE),stub)
+GPU_READY := gpu-stub
+GPU_PYTHONPATH := $(CURDIR):$(CURDIR)/tests
+GPU_PROGRAM := $(GPU_STUB)/bin/python
+else
+GPU_READY := gpu-site
+GPU_PYTHONPATH = $(CURDIR):$(CURDIR)/tests:$(GPU_OUT)/gpu-site:$$PYTHONPATH
+GPU_PROGRAM = $(PYTHON)
+endif
+GPU_RUN = PYTHONPATH="$(GPU_PYTHONPATH)" $(GPU_PROGRAM)
 
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu/wheels.py download --python $(GPU_PYTHON)
@@ -80,13 +91,21 @@ gpu-wheels:
 gpu-site:
 	$(PYTHON) benchmarks/gpu/wheels.py install --into $(GPU_OUT)/gpu-site
 
+# An environment of its own, which no other target needs: it says what it fetches, and what it lacks.
+gpu-stub:
+	@$(PYTHON) tests/gpu/stub/environment.py $(GPU_STUB)
+
 # Other plugins that are installed there are none of the project's; their warnings are not, either.
-gpu-test: gpu-site
+gpu-test: $(GPU_READY)
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest tests/gpu -p asyncio -p timeout -m gpu -W default \
 		--device $(DEVICE) --results $(GPU_OUT)/gpu-test.txt $(ARGS)
 
-gpu-bench: gpu-site
+gpu-bench: $(GPU_READY)
 	$(GPU_RUN) benchmarks/gpu/run.py --device $(DEVICE) --results $(GPU_OUT)/gpu-bench.txt $(ARGS)
+
+# Everything above in the order of what it settles; may be stopped anywhere.
+gpu-all: $(GPU_READY)
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) benchmarks/gpu/all.py --device $(DEVICE) --results $(GPU_OUT)/gpu-all $(ARGS)
 
 gpu-questions:
 	$(GPU_RUN) benchmarks/gpu/questions.py --results $(GPU_OUT)/gpu-questions.txt $(ARGS)

@@ -56,14 +56,16 @@ class ConfigError(RrfpError, ValueError):
 
     @classmethod
     def joining(cls, faults: Iterable[str]) -> ConfigError:
-        """One error for several.
+        """One error for several, with a line for each.
 
         Args:
             faults: their texts, at least one.
         """
         texts = tuple(dict.fromkeys(faults))
-        error = cls("; ".join(texts))
-        error.faults = texts if len(texts) > 1 else ()
+        if len(texts) == 1:
+            return cls(texts[0])
+        error = cls("".join([f"{len(texts)} faults:", *(f"\n- {text}" for text in texts)]))
+        error.faults = texts
         return error
 
 
@@ -97,15 +99,25 @@ class Faults:
         if len(self._errors) == 1:
             raise self._errors[0]
         texts = (text for error in self._errors for text in error.faults or (str(error),))
-        raise ConfigError.joining(texts) from self._errors[0]
+        raise ConfigError.joining(texts) from None  # it has their texts
 
 
 def misspelt(name: str, known: Iterable[str]) -> str:
     """An unknown ``name`` for an error, with the known one that is most like it, if any is."""
-    by_lower = {each.lower(): each for each in known}
+    nearest = nearest_to(name, known)
+    return repr(name) if nearest is None else f"{name!r} (did you mean {nearest!r}?)"
+
+
+def nearest_to(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like ``name``, if any is."""
+    lower, by_lower = name.lower(), {each.lower(): each for each in known}
+    for index in range(len(lower) - 1):
+        # Of which difflib, that compares runs of characters, thinks little in a short name.
+        swapped = f"{lower[:index]}{lower[index + 1]}{lower[index]}{lower[index + 2 :]}"
+        if swapped in by_lower:
+            return by_lower[swapped]
     # Nearer than difflib asks by default, by which 'dualpipe' would mean 'gpipe'.
-    nearest = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.7)
-    return repr(name) + "".join(f" (did you mean {by_lower[each]!r}?)" for each in nearest)
+    return next((by_lower[each] for each in difflib.get_close_matches(lower, list(by_lower), n=1, cutoff=0.7)), None)
 
 
 class LocalError(RrfpError):

@@ -8,6 +8,7 @@ readable the moment the process ends. Ids are used again, so an id counts only w
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -80,6 +81,13 @@ def started_at(pid: int) -> int:
     return 0
 
 
+def pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; an OSError where it has ended or cannot be watched."""
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(errno.ENOSYS, "this system has no pidfd_open")
+    return os.pidfd_open(pid)
+
+
 def open_pidfd(process: ProcessIdentity, own: ProcessIdentity) -> int | None:
     """A descriptor that becomes readable when ``process`` ends; None where it cannot be watched from here.
 
@@ -87,10 +95,8 @@ def open_pidfd(process: ProcessIdentity, own: ProcessIdentity) -> int | None:
     """
     if process.pid == own.pid or not process.space or process.space != own.space or not process.started:
         return None
-    if not hasattr(os, "pidfd_open"):
-        return None
     try:
-        descriptor = os.pidfd_open(process.pid)
+        descriptor = pidfd(process.pid)
     except ProcessLookupError:
         raise
     except OSError:  # no descriptor left, or not allowed here

@@ -1,32 +1,128 @@
-"""Readers of plain data: values from files, options and callers, checked by type and range."""
+"""Readers of plain data: values from files, options, callers and the network, checked by type and range.
+
+Each returns the value, or raises what ``error`` makes of the field and the reason, by default a ConfigError.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import reprlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rrfp.errors import ConfigError
 
+MakeError = Callable[[str, str], Exception]
+"""Makes an error of a field's name and a reason, which begins with a verb: "is 3, must be ..."."""
 
-def whole(field: str, value: object, least: int) -> int:
-    """Return ``value`` as an int; a ConfigError that names ``field`` if it is no whole number >= ``least``."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise ConfigError(f"{field} is {reprlib.repr(value)}, must be a whole number >= {least}")
+Reader = Callable[..., Any]
+"""Returns the checked value of a field: called with its name, its value and ``error``."""
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 3
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
+
+_MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """``value`` for an error, in 80 characters at most. Unlike ``repr``, of values nested as deep as may be."""
+    return _BRIEF.repr(value)[:_MAX_SHOWN]
+
+
+def config_error(field: str, reason: str) -> ConfigError:
+    """The error for a field of a file, an option or an argument."""
+    return ConfigError(f"{field} {reason}")
+
+
+def value_error(field: str, reason: str) -> ValueError:
+    """The error for a field of data whose reader names the file or the rank."""
+    return ValueError(f"{field} {reason}")
+
+
+def whole(
+    field: str, value: object, least: int = 0, most: int | None = None, *, error: MakeError = config_error
+) -> int:
+    """A whole number between two others."""
+    number = value if type(value) is int else _index(value)
+    if number is None or number < least or (most is not None and number > most):
+        span = f">= {least}" if most is None else f"{least}..{most}"
+        raise error(field, f"is {shown(value)}, must be a whole number {span}")
     return number
 
 
-def path_of(field: str, value: object) -> Path:
-    """Return ``value`` as a path; a ConfigError that names ``field`` if it is none."""
+def _index(value: object) -> int | None:
+    """A whole number of another type than int, such as numpy's; None for anything else, and for True and False."""
     try:
-        text = os.fsdecode(value)  # type: ignore[arg-type]
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        text = "\0"
-    if "\0" in text:
-        raise ConfigError(f"{field} is {value!r:.80}, must be a path")
-    return Path(text)
+        return None
+
+
+def number(
+    field: str, value: object, least: float = -math.inf, *, above: float = -math.inf, error: MakeError = config_error
+) -> float:
+    """A finite number, also one of another type than float and int, such as a tensor of one element."""
+    try:
+        read = math.nan if isinstance(value, bool) or not hasattr(value, "__float__") else float(value)
+    except (TypeError, ValueError, OverflowError):  # tensors of several elements; an int beyond the floats
+        read = math.nan
+    if not (math.isfinite(read) and read >= least and read > above):
+        span = f" >= {least:g}" if least > -math.inf else f" above {above:g}" if above > -math.inf else ""
+        raise error(field, f"is {shown(value)}, must be a finite number{span}")
+    return read
+
+
+def flag(field: str, value: object, *, error: MakeError = config_error) -> bool:
+    """True or False."""
+    if type(value) is not bool:
+        raise error(field, f"is {shown(value)}, must be True or False")
+    return value
+
+
+def text(field: str, value: object, *, error: MakeError = config_error) -> str:
+    """A string that is not empty."""
+    if type(value) is not str or not value:
+        raise error(field, f"is {shown(value)}, must be a string that is not empty")
+    return value
+
+
+def blob(field: str, value: object, length: int, *, error: MakeError = config_error) -> bytes:
+    """So many bytes."""
+    if type(value) is not bytes or len(value) != length:
+        raise error(field, f"is {shown(value)}, must be {length} bytes")
+    return value
+
+
+def path_of(field: str, value: object, *, error: MakeError = config_error) -> Path:
+    """The name of a file or folder."""
+    try:
+        name = os.fsdecode(value)  # type: ignore[arg-type]
+    except TypeError:
+        name = "\0"
+    if "\0" in name:
+        raise error(field, f"is {shown(value)}, must be a path")
+    return Path(name)
+
+
+def or_none(reader: Reader, field: str, value: object, *span: object, error: MakeError = config_error) -> Any:
+    """None, or what ``reader`` reads."""
+
+    def fault(name: str, reason: str) -> Exception:
+        return error(name, f"{reason}, or None")
+
+    return None if value is None else reader(field, value, *span, error=fault)
+
+
+def fields_of(
+    mapping: Mapping[str, Any], readers: Mapping[str, Reader], *, error: MakeError = config_error
+) -> dict[str, Any]:
+    """The fields of a mapping that has exactly the names of ``readers``, each read by its own."""
+    if absent := [name for name in readers if name not in mapping]:
+        raise error(absent[0], "is absent")
+    if unknown := [name for name in mapping if name not in readers]:
+        raise error(shown(unknown[0]), f"is unknown, must be one of: {', '.join(readers)}")
+    return {name: reader(name, mapping[name], error=error) for name, reader in readers.items()}

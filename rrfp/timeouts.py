@@ -46,7 +46,7 @@ LAST_MESSAGES_S = 0.5
 #: A send failed: so long for ``receive`` to say why, which may take `BREAK_GRACE_S` and `LAST_MESSAGES_S`.
 FAREWELL_TIMEOUT_S = 1.0
 
-#: A transfer that both ends of a collective edge have posted. A dead or silent peer ends it without this limit.
+#: A transfer that both ends of a `P2PChannel` have posted. A dead or silent peer ends it without this limit.
 TRANSFER_S = 1800.0
 
 #: How long a rank's loop may take to answer another rank. A loop's callbacks last milliseconds.
@@ -76,6 +76,9 @@ ABORTED_S = 2.0
 #: A look at a key of the store that is there, or not: at which pipeline a rank is that did not come.
 LOOK_S = 0.5
 
+#: A look at a key of the store that is there already, or has come too late.
+GLANCE_S = 0.2
+
 #: A rank that cannot start tells the others within this time, and they end within twice as long.
 NOTIFY_S = 1.0
 
@@ -89,8 +92,9 @@ VERDICT_GRACE_S = 2.0
 #: the first process to end finds that one.
 FAILED_PROCESS_GRACE_S = 4.0
 
-#: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s).
-LAUNCHER_LOOKS_S = 0.5
+#: After the process at fault has ended: so long until the launcher has surely looked (torchrun: every 0.1 s), also on a
+#: host that is overloaded.
+LAUNCHER_LOOKS_S = 1.5
 
 #: A collective fails at once when a rank dies and names a connection; within this time the control plane, which may
 #: need `FAREWELL_TIMEOUT_S` and `ABORTED_S`, names the rank.
@@ -157,7 +161,7 @@ def _check_order() -> None:
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
-        (("LAUNCHER_LOOKS_S", LAUNCHER_LOOKS_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
+        (("GLANCE_S", GLANCE_S), ("LOOK_S", LOOK_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),
         (

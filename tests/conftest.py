@@ -42,7 +42,10 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", choices=("cuda", "double"), default="cuda", help="where tests marked gpu run; double: on the CPU"
+        "--device",
+        choices=("cuda", "stub", "double"),
+        default="cuda",
+        help="where tests marked gpu run; stub and double: on the CPU",
     )
     parser.addoption("--results", type=Path, help="write a text file with the outcome and figures of every test")
 

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import pytest
 
-from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import Device
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.pipeline import build, device_choice
 from rrfp.pipeline.options import Options

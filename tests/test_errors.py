@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrfp.errors import ConfigError, Faults
+from rrfp.errors import ConfigError, Faults, misspelt
+from rrfp.runtime.abort import describe
 
 
 def check_all(*errors: Exception | None) -> int:
@@ -22,7 +23,8 @@ def check_all(*errors: Exception | None) -> int:
 def test_all_kept_faults_are_one_error_in_order_and_each_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check_all(ConfigError("b is 1"), None, ConfigError("a is 2"), ConfigError("b is 1"))
-    assert str(caught.value) == "b is 1; a is 2"
+    assert str(caught.value) == "2 faults:\n- b is 1\n- a is 2"
+    assert describe(caught.value) == "ConfigError: b is 1; a is 2"
 
 
 def test_one_fault_is_raised_as_it_was() -> None:
@@ -39,3 +41,12 @@ def test_without_a_fault_nothing_is_raised() -> None:
 def test_any_other_error_passes_at_once() -> None:
     with pytest.raises(ZeroDivisionError):
         check_all(ConfigError("a is 1"), ZeroDivisionError(), ConfigError("b is 2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("smh", "shm"), ("shmm", "shm"), ("SHM", "shm"), ("shortm", None), ("zqm", "zmq"), ("zmpq", "zmq"), ("tcp", None)],
+)
+def test_a_misspelt_name_is_answered_with_the_one_that_is_meant(name: str, meant: str | None) -> None:
+    wanted = repr(name) if meant is None else f"{name!r} (did you mean {meant!r}?)"
+    assert misspelt(name, ["inproc", "shm", "zmq"]) == wanted

@@ -68,9 +68,19 @@ QUESTIONS = {
         "a device assert surfaces at the first event behind it, in every thread, from then on",
         questions_of_failures.device_assert,
     ),
+    "freeing": Question(
+        "memory with record_stream that is freed behind an assert ends its process by SIGABRT",
+        questions_of_failures.freeing,
+        60.0,
+    ),
     "ipc": Question(
         "a process pulls from another one's memory with a copy; opening costs little after the first time",
         questions_of_processes.ipc,
+        60.0,
+    ),
+    "ipc_busy": Question(
+        "opening and dropping another process's memory wait for nothing that is queued, and hold no lock",
+        questions_of_processes.ipc_busy,
         60.0,
     ),
     "ipc_death": Question("a pull survives the death of the sender", questions_of_processes.ipc_death, 60.0),

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.questions_of_streams import GPU, Load, event, stream
+from benchmarks.gpu.questions_of_streams import GPU, Load, event, in_thread, stream
 
 _MIB = 1 << 20
 
@@ -106,6 +107,47 @@ def ipc() -> None:
         )
     fields_text = ", ".join(f"{type(field).__name__}" for field in fields)
     print(f"the fields of a share: {fields_text}")
+    second.end()
+
+
+def ipc_busy() -> None:
+    """Open, copy and drop while a second of work is queued here: how long each takes, and what holds the GIL."""
+    second, receiving, load = _Second(_sender), stream(-1), Load()
+    copied = event(blocking=True)
+    for queued_s in (0.0, 1.0):
+        second.connection.send(32 * _MIB)
+        fields, _, _ = second.receive()
+        target = torch.empty(32 * _MIB, dtype=torch.uint8, device=GPU)
+        kept: list[Tensor] = []
+
+        def open_it(fields: tuple[Any, ...] = fields, kept: list[Tensor] = kept) -> None:
+            kept.append(_open(fields))
+
+        def copy(target: Tensor = target, kept: list[Tensor] = kept) -> None:
+            with torch.cuda.stream(receiving):
+                target.copy_(kept[0], non_blocking=True)
+                copied.record()
+            copied.synchronize()
+
+        load.busy(queued_s)
+        steps: dict[str, Callable[[], None]] = {"open": open_it, "copy": copy, "drop": kept.clear}
+        for name, step in steps.items():
+            counts, ended = [0], threading.Event()
+
+            def count(counts: list[int] = counts, ended: threading.Event = ended) -> None:
+                while not ended.is_set():
+                    counts[0] += 1
+
+            with in_thread(count):
+                began = time.perf_counter()
+                step()
+                seconds = time.perf_counter() - began
+                ended.set()
+            print(
+                f"{queued_s:g} s queued, {name}: {seconds * 1e6:.0f} us, another thread counted "
+                f"{counts[0] / max(seconds, 1e-6):.3g} a second"
+            )
+        torch.cuda.synchronize()
     second.end()
 
 

@@ -1,10 +1,15 @@
 """What RRFP costs on a GPU. Takes about 2 minutes; without a CUDA device it says so and ends.
 
     make gpu-bench PYTHON=python3
-    python benchmarks/gpu/run.py [--quick] [--json] [--device cuda|double] [--results FILE]
+    python benchmarks/gpu/run.py [--quick] [--json] [--device cuda|stub|double] [--results FILE]
+                                 [--only PART ...]
 
 gaps: seconds on the device from the end of a task's kernel to the beginning of the next task's, at depth 1 and 2, in a
 pipeline of one stage, whose tasks are one kernel of 1 ms and more. "plain": the same kernels launched in a loop.
+
+launches: a stage of two layers of width 1024, whose kernels are shorter than their launches: seconds a microbatch at
+depth 1, 2 and 3 and in a plain loop, the share of time in which the device computes nothing, and the longest time for
+which another Python thread waited.
 
 host: seconds of the host for tasks that launch nothing, on the lane of the device and on the CPU's: a call with two on
 the lane, a call alone (from enqueueing to completion), a task of a pipeline of one stage; and of a fork of the random
@@ -12,13 +17,17 @@ generators.
 
 staging: tensors one at a time, between device and host, and from rank to rank in this process.
 
-processes: tensors from this process to another one on the same device, one at a time, until its answer: pulled
-(`cuda_ipc`) and staged (`shm`) in turns; and this process's CPU time of a message of 1 KiB each way.
+processes: tensors from this process to another one on the same device, one at a time, until its answer: by slots
+(`cuda_ipc`) and staged (`shm`) in turns, into a process that is idle and into one that computes; and this process's
+CPU time of a message of 1 KiB each way.
 
 step: a step of four stages by `rrfp.local` beside the same microbatches in a plain loop, in turns, on the same modules.
 A pair of steps whose plain one took over 1.1 of the median is discarded, and counted.
 
-Medians throughout. With `--device double` it shows that everything runs; its figures mean nothing, as with `--quick`.
+two: a step of two stages in a process each on one device, pulled and staged in turns.
+
+Medians throughout. With `--device double`, or `stub`, it shows that everything runs; its figures mean nothing, as with
+`--quick`.
 """
 
 from __future__ import annotations
@@ -36,9 +45,9 @@ import torch
 
 from benchmarks.gpu.processes import Between, measure_between
 from benchmarks.gpu.staging import Rate, measure_staging
-from benchmarks.gpu.step import LARGE, SMALL, StepTimes, Work, measure_step
-from benchmarks.gpu.target import Target, header, open_target
-from benchmarks.gpu.tasks import Gaps, HostTimes, measure_gaps, measure_host
+from benchmarks.gpu.step import WORKS, StepTimes, TwoProcesses, measure_step, measure_two_processes
+from benchmarks.gpu.target import DEVICES, Target, header, open_target
+from benchmarks.gpu.tasks import Gaps, HostTimes, LaunchBound, measure_gaps, measure_host, measure_launch_bound
 from benchmarks.shared.figures import Aim, Spread, us
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
@@ -54,28 +63,31 @@ class Size:
     calls: int
     sizes: tuple[int, ...]
     repeats: int
-    work: Work
+    work: str
+    width: int
 
 
-FULL = Size(8192, 32, 5, 1000, (1 << 20, 32 << 20, 256 << 20), 20, LARGE)
-QUICK = Size(32, 3, 1, 20, (1 << 12,), 2, SMALL)
+FULL = Size(8192, 32, 5, 1000, (1 << 20, 32 << 20, 256 << 20), 20, "large", 1024)
+QUICK = Size(32, 3, 1, 20, (1 << 12,), 2, "small", 64)
 
 
 def main() -> None:
     """Measure, and write as the results come."""
     parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=("cuda", "double"), default="cuda")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--results", type=Path, help="write everything into this file, too")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="only these")
     arguments = parsed(parser)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("needs a CUDA device; --device double shows that everything runs")
         return
-    size = QUICK if arguments.quick or arguments.device == "double" else FULL
+    size = QUICK if arguments.quick or arguments.device != "cuda" else FULL
     report = _Report(arguments.results, to_screen=not arguments.json)
     report.write(*header(arguments.device))
     load = OtherLoad()
     with open_target(arguments.device) as target:
-        for name, (measure, lines) in PARTS.items():
+        for name in arguments.only:
+            measure, lines = PARTS[name]
             report.add(name, lambda measure=measure: measure(target, size), lines)  # type: ignore[misc]
     if size is FULL:
         report.write("", *(_aim_line(aim) for aim in report.aims))
@@ -152,13 +164,29 @@ def _host(host: HostTimes) -> tuple[list[str], list[Aim]]:
     return lines, []
 
 
+def _launches(times: LaunchBound) -> tuple[list[str], list[Aim]]:
+    lines = [f"a microbatch in a plain loop: {us(times.plain_s)} us"]
+    for depth, seconds in times.by_depth.items():
+        hold = us(times.longest_hold_s[depth])
+        lines.append(f"a microbatch at depth {depth}: {us(seconds)} us; another thread waited {hold} us at most")
+    if times.idle is not None:
+        lines.append(f"the device computes nothing for {times.idle:.0%} of a step at depth 2")
+    return lines, []
+
+
+def _two(times: TwoProcesses) -> tuple[list[str], list[Aim]]:
+    lines = [f"a step of two processes over {way}: {seconds * 1e3:.1f} ms" for way, seconds in times.by_way.items()]
+    return [*lines, f"median ratio, pulled by staged: {times.ratio:.4f}"], []
+
+
 def _staging(rates: list[Rate]) -> tuple[list[str], list[Aim]]:
     return _rate_lines(rates), []
 
 
 def _processes(between: Between) -> tuple[list[str], list[Aim]]:
-    lines = [] if between.is_pulled else ["cuda_ipc: the trial failed, so both ways are staged"]
+    lines = [] if between.has_slots else ["cuda_ipc: the trial failed, so both ways are staged"]
     lines += [f"process to process, {line}" for line in _rate_lines(between.rates)]
+    lines += [f"into a busy process, {line}" for line in _rate_lines(between.busy_rates)]
     lines += [f"host time of a small message, {way}: {us(seconds)} us" for way, seconds in between.host_s.items()]
     return lines, []
 
@@ -194,15 +222,22 @@ PARTS: dict[str, tuple[Callable[[Target, Size], Any], Callable[[Any], tuple[list
         ),
         _gaps,
     ),
+    "launches": (
+        lambda target, size: measure_launch_bound(
+            target, width=size.width, microbatches=size.microbatches, rounds=size.rounds
+        ),
+        _launches,
+    ),
     "host": (lambda target, size: measure_host(target, calls=size.calls), _host),
     "staging": (lambda target, size: measure_staging(target, sizes=size.sizes, repeats=size.repeats), _staging),
     "processes": (
         lambda target, size: measure_between(
-            target, sizes=size.sizes, repeats=size.repeats, messages=max(20, size.calls // 4)
+            target, sizes=size.sizes, repeats=size.repeats, messages=max(20, size.calls // 4), product=size.product
         ),
         _processes,
     ),
-    "step": (lambda target, size: measure_step(target, size.work), _step),
+    "step": (lambda target, size: measure_step(target, WORKS[size.work]), _step),
+    "two": (lambda target, size: measure_two_processes(target, size.work), _two),
 }
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.target import Target
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.transports.base import Channel, Message, MessageKind, Transport, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.transport import staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ async def _measure(target: Target, sizes: tuple[int, ...], repeats: int) -> list
     rates = []
     for num_bytes in sizes:
         tensor = torch.ones(num_bytes, dtype=torch.uint8, device=target.where)
-        copies = StreamCopies(target.device, "benchmark")
+        copies = DeviceCopies(target.device, StreamLane, "benchmark")
         for way, copy in _ways(copies, tensor).items():
             rates.append(Rate(way, num_bytes, await _median_s(copy, repeats)))
         copies.close()
@@ -63,7 +64,7 @@ async def _measure(target: Target, sizes: tuple[int, ...], repeats: int) -> list
     return rates
 
 
-def _ways(copies: StreamCopies, tensor: Tensor) -> dict[str, Callable[[], Awaitable[object]]]:
+def _ways(copies: DeviceCopies, tensor: Tensor) -> dict[str, Callable[[], Awaitable[object]]]:
     pageable = torch.ones(tensor.shape, dtype=tensor.dtype)
     return {
         "device to host": lambda: copies.to_host([tensor]),
@@ -85,7 +86,7 @@ async def _pair(target: Target, name: str, stack: AsyncExitStack) -> tuple[Trans
     met = LocalRendezvous()
     pair = []
     for rank in (0, 1):
-        copies = StreamCopies(target.device, f"benchmark-{rank}")
+        copies = DeviceCopies(target.device, StreamLane, f"benchmark-{rank}")
         context = TransportContext(rank, (1 - rank,), "staging", met, copies=copies)
         pair.append(staged(create_transport(name, context), copies))
         stack.callback(pair[-1].abort)

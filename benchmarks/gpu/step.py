@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +44,11 @@ class Work:
 LARGE = Work(GptConfig(vocabulary=8192, sequence_length=2048, layers=8, width=4096, heads=32), 1, 16, 12)
 SMALL = Work(GptConfig(vocabulary=64, sequence_length=16, layers=4, width=32, heads=4), 1, 4, 2)
 
+WORKS = {"large": LARGE, "small": SMALL}
+
+#: Transports between processes on one device: tensors are pulled, or staged.
+WAYS = ("cuda_ipc", "shm")
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -64,8 +73,8 @@ class StepTimes:
 
 def measure_step(target: Target, work: Work) -> StepTimes:
     """Plain and pipeline steps take turns, on the same modules."""
-    modules = _modules(target, work)
-    inputs, targets = _batch(target, work)
+    modules = modules_of(target, work, STAGES)
+    inputs, targets = batch_of(target, work)
     options = {} if target.is_cuda else {"device": target.device}
     plain: list[float] = []
     piped: list[float] = []
@@ -94,12 +103,41 @@ def measure_step(target: Target, work: Work) -> StepTimes:
     )
 
 
-def _modules(target: Target, work: Work) -> list[nn.Module]:
+@dataclass(frozen=True, slots=True)
+class TwoProcesses:
+    """A step of two stages, each in a process of its own on the same device.
+
+    Attributes:
+        by_way: the median step over each transport, as the slower process saw it.
+        ratio: the median of the pairs' ratios, pulled by staged.
+    """
+
+    by_way: Mapping[str, float]
+    ratio: float
+
+
+def measure_two_processes(target: Target, size: str) -> TwoProcesses:
+    """Steps that pull tensors and steps that stage them take turns; ``size`` is a name of `WORKS`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(Path(__file__).with_name("step_ranks.py"))
+    done = subprocess.run(
+        [*command, script, target.name, size], capture_output=True, text=True, timeout=240, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    slower = {way: [max(pair) for pair in zip(*(rank[way] for rank in ranks), strict=True)] for way in WAYS}
+    ratios = [pulled / staged for pulled, staged in zip(slower["cuda_ipc"], slower["shm"], strict=True)]
+    return TwoProcesses({way: statistics.median(each) for way, each in slower.items()}, statistics.median(ratios))
+
+
+def modules_of(target: Target, work: Work, stages: int) -> list[nn.Module]:
+    """The model, cut into stages."""
     with target.where:
-        return [stage.to(torch.bfloat16) for stage in build_stages(work.gpt, STAGES)]
+        return [stage.to(torch.bfloat16) for stage in build_stages(work.gpt, stages)]
 
 
-def _batch(target: Target, work: Work) -> tuple[list[Tensor], list[Tensor]]:
+def batch_of(target: Target, work: Work) -> tuple[list[Tensor], list[Tensor]]:
     shape = (work.microbatches, work.rows, work.gpt.sequence_length + 1)
     tokens = torch.randint(work.gpt.vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(target.where)
     return [text[:, :-1].contiguous() for text in tokens], [text[:, 1:].contiguous() for text in tokens]
@@ -115,13 +153,8 @@ def _plain_step(modules: Sequence[nn.Module], inputs: Sequence[Tensor], targets:
 def _seconds(target: Target, modules: Sequence[nn.Module], call: Callable[[], None]) -> float:
     for module in modules:
         module.zero_grad()
-    _wait(target)
+    target.synchronize()
     began = time.perf_counter()
     call()
-    _wait(target)
+    target.synchronize()
     return time.perf_counter() - began
-
-
-def _wait(target: Target) -> None:
-    if target.is_cuda:
-        torch.cuda.synchronize()

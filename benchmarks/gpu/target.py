@@ -1,8 +1,13 @@
-"""The device of tests and benchmarks for GPUs: CUDA, or with ``--device double`` its stand-in on the CPU."""
+"""The device of tests and benchmarks for GPUs: CUDA, or on a CPU a stand-in.
+
+Those are the double (``--device double``), which looks for races, and the stub (``--device stub``), over which torch's
+own CUDA code runs in the environment of tests/gpu/stub.
+"""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -15,9 +20,13 @@ import torch
 
 import rrfp
 from rrfp.commands.doctor import gpu_report
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.devices.base import Device
+from rrfp.devices.cuda import CudaDevice
+from rrfp.errors import ConfigError
 from rrfp.lab.device_double import DoubleDevice
+
+#: Values of ``--device``.
+DEVICES = ("cuda", "stub", "double")
 
 #: How long the double takes for a piece of work.
 DOUBLE_S = 0.0003
@@ -28,7 +37,7 @@ class Target:
     """A device.
 
     Attributes:
-        name: ``"cuda"`` or ``"double"``.
+        name: one of `DEVICES`.
         where: the place of modules and batches.
         device: the device behind it.
     """
@@ -39,13 +48,18 @@ class Target:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is no stand-in."""
-        return self.name == "cuda"
+        """Whether it is torch's CUDA device: over a GPU, or over the stub."""
+        return self.name != "double"
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of a pipeline whose modules lie there; on CUDA they decide themselves."""
         return {} if self.is_cuda else {"device": self.device}
+
+    def synchronize(self) -> None:
+        """Wait for all that was issued."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
 
     def take_problems(self) -> list[str]:
         """The races that the double has seen since the last call; none on CUDA, which does not look for them."""
@@ -59,7 +73,9 @@ class Target:
 @contextmanager
 def open_target(name: str, double_s: float = DOUBLE_S) -> Iterator[Target]:
     """The device called ``name``; the double takes ``double_s`` seconds for a piece of work."""
-    if name == "cuda":
+    if name == "stub" and importlib.util.find_spec("cuda_stub") is None:
+        raise ConfigError("device is 'stub', and this Python has none: `make gpu-test DEVICE=stub` sets one up")
+    if name != "double":
         yield Target(name, torch.device("cuda", 0), CudaDevice(0))
     else:
         with DoubleDevice(double_s) as device:
@@ -73,7 +89,7 @@ def header(device: str) -> list[str]:
     lines = [f"{now}; RRFP {_commit()}, Python {platform.python_version()}, torch {report.torch}"]
     lines += [f"{name}: {line}" for name, line in report.lines().items()] if report.gpus else [report.missing()]
     if device != "cuda":
-        lines.append("device: the double, on the CPU: it shows that all runs to the end, and its figures mean nothing")
+        lines.append(f"device: the {device}, on the CPU: times and speeds mean nothing")
     return lines
 
 

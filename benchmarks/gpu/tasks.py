@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import rrfp
 from benchmarks.gpu.target import Target
 from benchmarks.shared.figures import Spread
-from rrfp.compute.devices.base import Event
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.rng import RandomForks
+from rrfp.devices.base import Event
 from rrfp.model.tasks import Kind, StepId, Task
 
 
@@ -53,9 +56,9 @@ class Marks:
     def launch(self, launch: Callable[[], None]) -> None:
         """Launch a kernel between two events."""
         stream = self.target.device.current_stream()
-        before = stream.record()
+        before = stream.record(is_timed=True)
         launch()
-        self.pairs.append((before, stream.record()))
+        self.pairs.append((before, stream.record(is_timed=True)))
 
     def take(self) -> tuple[list[float], list[float]]:
         """The seconds from each kernel's end to the next one's beginning, and those of each kernel."""
@@ -138,6 +141,103 @@ def measure_gaps(target: Target, *, size: int, microbatches: int, rounds: int) -
         kernels += durations if index else []
     by_depth = {depth: Spread.of(samples) for depth, samples in gaps.items()}
     return Gaps(by_depth, Spread.of(plain), statistics.median(kernels))
+
+
+class Block(nn.Module):
+    """A layer of a transformer, of many small kernels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of ``x``."""
+        out: Tensor = self.layer(x)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchBound:
+    """A stage whose kernels are shorter than their launches.
+
+    Attributes:
+        plain_s: seconds a microbatch of a plain loop, forward and backward.
+        by_depth: the same of a pipeline of one stage, at each depth.
+        idle: share of the pipeline's time at depth 2 in which the device computes nothing; None without a profiler.
+        longest_hold_s: by depth, the longest time for which another Python thread waited for the interpreter's lock.
+    """
+
+    plain_s: float
+    by_depth: Mapping[int, float]
+    idle: float | None
+    longest_hold_s: Mapping[int, float]
+
+
+def measure_launch_bound(target: Target, *, width: int, microbatches: int, rounds: int) -> LaunchBound:
+    """Two layers, at depth 1, 2 and 3 and in a plain loop, on the same module."""
+    with target.where:
+        module = nn.Sequential(Block(width), Block(width))
+        inputs = [torch.randn(1, 16, width) for _ in range(microbatches)]
+        targets = [torch.zeros(1, 16, width) for _ in range(microbatches)]
+    loss_fn = nn.functional.mse_loss
+
+    def plain() -> None:
+        for x, y in zip(inputs, targets, strict=True):
+            (loss_fn(module(x), y) / microbatches).backward()  # type: ignore[no-untyped-call]
+        target.synchronize()
+
+    by_depth, holds, idle = {}, {}, None
+    for depth in (1, 2, 3):
+        with rrfp.local([module], loss_fn=loss_fn, depth=depth, **target.options).blocking() as pipe:
+            pipe.step(inputs, targets)
+            with longest_wait() as longest:
+                by_depth[depth] = _seconds_each(lambda: pipe.step(inputs, targets), microbatches, rounds)
+            holds[depth] = longest[0]
+            if depth == 2 and target.name == "cuda":
+                idle = _idle_share(lambda: pipe.step(inputs, targets))
+    plain()
+    return LaunchBound(_seconds_each(plain, microbatches, rounds), by_depth, idle, holds)
+
+
+def _seconds_each(call: Callable[[], object], parts: int, rounds: int) -> float:
+    samples = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - began) / parts)
+    return statistics.median(samples)
+
+
+def _idle_share(call: Callable[[], object]) -> float:
+    """The share of a call's time in which no kernel ran, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        began = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - began
+    busy_us = sum(each.self_device_time_total for each in profiler.key_averages())
+    return max(0.0, 1 - float(busy_us) / 1e6 / seconds)
+
+
+@contextmanager
+def longest_wait() -> Iterator[list[float]]:
+    """Beside the block a thread wakes every 50 us: the longest time by which it was late."""
+    longest, ended = [0.0], threading.Event()
+
+    def wake() -> None:
+        while not ended.is_set():
+            began = time.perf_counter()
+            time.sleep(50e-6)
+            longest[0] = max(longest[0], time.perf_counter() - began - 50e-6)
+
+    thread = threading.Thread(target=wake, daemon=True)
+    thread.start()
+    try:
+        yield longest
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
-from rrfp.errors import ConfigError
+from rrfp.plain import or_none, whole
 from rrfp.tables import Column, fitted
 from rrfp.trace.breakdown import Breakdown
 
@@ -56,9 +56,7 @@ class Progress(Callback):
     """
 
     def __init__(self, steps: int | None = None, *, tokens: Tokens = None, console: Console | None = None) -> None:
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None")
-        self._steps = steps
+        self._steps: int | None = or_none(whole, "steps", steps, 1)
         self._tokens = checked_tokens(tokens)
         self._console = console
         self._live: Live | None = None

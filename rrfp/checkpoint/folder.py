@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rrfp.checkpoint.ranks import Ranks
 from rrfp.errors import ConfigError
@@ -116,12 +116,6 @@ def prune(folder: Path, keep: int | None) -> None:
     for path in sorted(folder.iterdir()):
         if path.name.endswith(_GONE) and _NAME.fullmatch(path.name.removesuffix(_GONE)):
             discard(path)
-
-
-def check_keep(keep: Any) -> None:
-    """Refuse a ``keep`` that is neither None nor a whole number from 1 on."""
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep is {keep!r}, must be an integer >= 1, or None for all")
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:

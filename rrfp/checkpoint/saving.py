@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rrfp.checkpoint import plain
 from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
-from rrfp.checkpoint.folder import check_keep, discard, new_path, prune
+from rrfp.checkpoint.folder import discard, new_path, prune
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -31,7 +31,7 @@ from rrfp.checkpoint.names import (
 from rrfp.checkpoint.rank_state import Pipe, Place, pack, replicas_of
 from rrfp.checkpoint.ranks import Ranks, failures, under_way
 from rrfp.errors import ConfigError, misspelt
-from rrfp.plain import path_of
+from rrfp.plain import or_none, path_of, whole
 
 
 class SaveArguments(TypedDict, total=False):
@@ -179,7 +179,7 @@ def _prepare(
     ranks, keep = Ranks.of_process(), arguments.get("keep")
     with ranks.together(f"checkpoint in {folder} cannot be written"):
         where = path_of("folder", folder)
-        check_keep(keep)
+        keep = or_none(whole, "keep", keep, 1)
         _check_known(arguments)
         entries, position = _entries(modules, optimizer, arguments, ranks)
     names = sorted(name for name in entries if name.startswith("model."))
@@ -224,8 +224,7 @@ def _entries(
     state = None if pipe is None else pipe.state_dict()
     if (state is None) == (step is None):
         raise ConfigError("step goes without pipe, whose state has it: must be exactly one of them")
-    if state is None and (type(step) is not int or step < 0):
-        raise ConfigError(f"step is {step!r}, must be an integer >= 0")
+    step = whole("step", step) if state is None else state["step"]
     position = Place.of(state, ranks.rank)
     entries = {f"model.{name}": value for name, value in model_entries(modules).items()}
     entries |= {f"optimizer.{name}": value for name, value in optimizer_entries(modules, optimizer).items()}
@@ -233,7 +232,7 @@ def _entries(
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             plain.check(value, name)
-    entries["step"] = step if state is None else state["step"]
+    entries["step"] = step
     entries[SUMS_ENTRY] = "sha256"
     if state is not None:
         for each in state.pop("measured"):

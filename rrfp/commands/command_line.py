@@ -9,7 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rrfp.errors import ConfigError, Faults
+from rrfp.errors import ConfigError, Faults, nearest_to
+from rrfp.plain import whole
 
 # The base of typer's errors about arguments. Its module depends on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -107,8 +108,9 @@ def _text(error: Exception) -> str:
     fault: Any = error
     message, _, suggestion = " ".join(fault.format_message().split()).partition(". Did you mean ")
     message = message.removesuffix(".")
-    if nearest := getattr(error, "possibilities", None):  # the most similar one first
-        message = f"{fault.message} (did you mean {nearest[0]}?)"
+    if possibilities := getattr(error, "possibilities", None):  # some of which are rather far
+        nearest = nearest_to(fault.option_name, possibilities)
+        message = fault.message + (f" (did you mean {nearest}?)" if nearest else "")
     context = getattr(error, "ctx", None)
     if context is None:
         return message
@@ -179,12 +181,7 @@ def at_least(name: str, least: int | None) -> Callable[[int | None], int | None]
     if least is None:
         return None
 
-    def callback(value: int | None) -> int | None:
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} is {value}, must be at least {least}")
-        return value
-
-    return callback
+    return lambda value: None if value is None else whole(f"--{name}", value, least)
 
 
 def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -20,7 +20,7 @@ from rrfp.commands.output import Json, print_json
 from rrfp.version import __version__
 
 if TYPE_CHECKING:
-    from rrfp.compute.devices.base import Device
+    from rrfp.devices.base import Device
 
 
 #: Long enough for the driver's version (NVML's own limit).
@@ -134,26 +134,43 @@ def choices() -> Mapping[str, str]:
         way = (
             f"{staging}, since {obstacle}"
             if obstacle
-            else f"pulled within this host (cuda_ipc) where a trial at the start works, else {staging}"
+            else f"by shared device memory within this host (cuda_ipc) where a trial at the start works, else {staging}"
         )
         lines["on cuda"] = f"StreamLane, depth {StreamLane(device).depth}; {transports}; tensors {way}"
     return lines
 
 
 def sharing_obstacle(device: Device) -> str:
-    """Why no other process can open ``device``'s memory, if so."""
-    import torch
-
+    """Why no other process can open memory of ``device``; empty if this one can share it."""
     if device.sharing is None:
         return "its memory cannot be shared between processes"
     try:
-        with (stream := device.stream()).issuing():
-            shared = device.sharing.share(device.empty(torch.empty(1 << 10, dtype=torch.uint8, device="meta")))
-        stream.record().synchronize()
-        del shared
+        with device.stream().issuing():
+            device.sharing.allocate(_TRIED_BYTES).close(is_open_elsewhere=False)
     except Exception as error:  # a device may raise anything
         return " ".join(f"its memory cannot be shared ({type(error).__name__}: {error}".split())[:200] + ")"
     return ""
+
+
+#: Streams of a rank that should not queue behind each other: of its tasks, of copies each way, of reductions, and two
+#: for each of four edges over NCCL, as many again for libraries that tasks call.
+_ENOUGH_CONNECTIONS = 32
+
+#: CUDA's own default.
+_USUAL_CONNECTIONS = 8
+
+
+def costly_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """By a short name, settings of CUDA that slow a pipeline down."""
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None and not (connections.isdecimal() and int(connections) >= _USUAL_CONNECTIONS):
+        text = (
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections!r}: streams that share a connection start their work in the "
+            f"order of the host's calls, so copies and collectives wait behind tasks; unset it, or take "
+            f"{_ENOUGH_CONNECTIONS}"
+        )
+        return {"connections": text}
+    return {}
 
 
 def _nccl_version() -> str | None:
@@ -185,6 +202,9 @@ def _driver_versions() -> tuple[str | None, str | None]:
 
 
 _NUM_ROUND_TRIPS = 100
+
+#: Of device memory whose sharing is tried.
+_TRIED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +254,9 @@ def _add_gpus(findings: dict[str, Finding]) -> GpuReport | None:
             findings["cuda"] = Finding(False, False, report.missing())
         for name, line in (*lines.items(), *choices().items()):
             findings[name] = Finding(True, False, line)
+        if report.gpus:
+            for name, line in costly_settings(os.environ).items():
+                findings[name] = Finding(False, False, line)
     except Exception as error:  # a broken driver or package may raise anything
         findings["cuda"] = Finding(False, False, _one_line(error))
         return None
@@ -295,10 +318,9 @@ def _auto() -> str:
 def _collective() -> str:
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        raise RuntimeError("this torch was built without gloo")
-    nccl = "NCCL between GPUs was not run on several of them" if distributed.is_nccl_available() else "no NCCL"
-    return f"experimental, only by name; {_round_trip('collective')()} with gloo; {nccl}"
+    if not (distributed.is_available() and distributed.is_nccl_available()):
+        raise RuntimeError("this torch was built without NCCL")
+    return "experimental, only by name: between CUDA devices; not run on several of them"
 
 
 async def _round_trip_s(transport: str) -> float:

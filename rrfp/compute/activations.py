@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rrfp.compute.async_tensors import inner_tensors
-from rrfp.compute.thread_modes import saved_tensor_hooks
+from rrfp.compute.caller_context import saved_tensor_hooks
 
 T = TypeVar("T")
 
@@ -35,22 +35,18 @@ class Kept:
 
 
 class ActivationMeter:
-    """Measures the bytes that forwards of one module keep.
+    """Measures the bytes that forwards of one module keep."""
 
-    Every storage counts once, of sharded tensors this rank's part; the module's parameters and buffers do not count.
-    Tensors that a checkpoint will recompute are not kept and do not count. If the bytes depend on *values* (routing),
-    the first microbatch of a signature stands for all.
-    """
+    # Every storage counts once, of sharded tensors this rank's part; the module's parameters and buffers do not count.
+    # Tensors that a checkpoint will recompute are not kept and do not count. If the bytes depend on *values* (routing),
+    # the first microbatch of a signature stands for all.
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known: dict[Hashable, Kept] = {}
 
     def run(self, call: Callable[[], T], signature: Hashable, kept: Iterable[Tensor]) -> tuple[T, Kept]:
-        """Run ``call``, a forward pass, and return its result and the bytes that it keeps for its backward.
-
-        Calls of one ``signature`` (`describe`) keep the same number of bytes. The tensors ``kept`` count in any case.
-        """
+        """Run ``call``, a forward; also returns the bytes that it keeps, of ``kept`` too."""
         caller_hooks = saved_tensor_hooks()
         known = self._known.get(signature)
         if known is not None and caller_hooks is None:
@@ -74,7 +70,7 @@ class ActivationMeter:
 
 
 def describe(value: Any) -> Hashable:
-    """The properties of a module's arguments that decide how much is kept: shapes, dtypes and plain values."""
+    """What decides how much is kept: shapes, dtypes and plain values of arguments."""
     # Every forward runs this: the commonest types come first, and no generator runs.
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad
@@ -100,7 +96,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def storage_pointer(tensor: Tensor) -> int | None:
-    """Address of a tensor's memory; None if it has no ordinary storage (sparse, opaque and empty tensors)."""
+    """Address of a tensor's memory; None without ordinary storage."""
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):
@@ -138,7 +134,7 @@ class Storages:
         return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
     def counting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """The hook ``pack``, and count the packed tensors that stay on the device of the original."""
+        """The hook ``pack``, which also counts packed tensors on their device."""
 
         def counted(tensor: Tensor) -> Any:
             packed = pack(tensor)

@@ -16,7 +16,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that own the memory of ``tensor``: itself, or its components; of a DTensor this rank's shard."""
+    """The tensors that own the memory of ``tensor``: itself or its components."""
     # torch's protocol for tensor subclasses: the attributes that hold the components, and a context that is not needed.
     if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
@@ -38,11 +38,9 @@ def is_pending(tensor: Tensor) -> bool:
 
 
 def wait_async(tensor: Tensor) -> Tensor:
-    """The completed result of an asynchronous collective, without a history; any other tensor unchanged.
-
-    Why not wait at the first read? Later readers, such as a transport, do not know that the tensor is pending. So it
-    is waited for in the task that began the collective.
-    """
+    """The completed result of an asynchronous collective, without a history; any other tensor unchanged."""
+    # Why not wait at the first read? Later readers, such as a transport, do not know that the tensor is pending. So it
+    # is waited for in the task that began the collective.
     if not is_pending(tensor):
         return tensor
     pending: Any = tensor
@@ -51,7 +49,7 @@ def wait_async(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, with its history; any other tensor unchanged. A collective of its mesh."""
+    """The full tensor of a DTensor, with its history: a collective of its mesh."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.activations import storage_pointer
 from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.gradients.layout import checksum
-from rrfp.compute.loss_module import class_name
+from rrfp.compute.loss import class_name
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import StageError
 from rrfp.log import get_logger
@@ -34,12 +34,12 @@ _Key = tuple[nn.Module, str]
 
 
 def writes_buffers_in_forward(module: nn.Module) -> bool:
-    """Whether a submodule is known to write buffers in forward: a batch or instance norm that tracks statistics."""
+    """Whether a submodule writes buffers in forward, as batch norms do."""
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in module.modules())
 
 
 class BufferMemory:
-    """The buffers of a module, and their memory, in which no output is sent: a later forward may write it."""
+    """The buffers of a module, whose memory a later forward may write."""
 
     def __init__(self, unit: nn.Module) -> None:
         self.unit = unit
@@ -78,7 +78,7 @@ class BufferMemory:
 
 
 class CarriedState:
-    """Warns, once, of a buffer that a forward out of microbatch order writes. The ranks of a process share it."""
+    """Warns, once, of a buffer that a forward out of microbatch order writes."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -120,18 +120,11 @@ class _Seen(NamedTuple):
 
 
 class StateWatch:
-    """Detects forbidden writes by the tasks of one virtual stage, which run one at a time.
+    """Detects forbidden writes by the tasks of one virtual stage; ``ordered`` forwards may write buffers."""
 
-    A step of one microbatch has only one order of tasks, so any write is allowed.
-
-    A buffer that a task registers is assumed constant, such as a mask that is made at its first use. A warning is
-    logged unless all forwards so far ran in microbatch order.
-
-    Args:
-        unit: the module with all parameters and buffers of the virtual stage.
-        virtual_stage: its index, for messages.
-        ordered: whether its forwards run in microbatch order, and may therefore write buffers.
-    """
+    # A step of one microbatch has only one order of tasks, so any write is allowed. A buffer that a task registers is
+    # assumed constant, such as a mask that is made at its first use. A warning is logged unless all forwards so far ran
+    # in microbatch order.
 
     # Why two ways to detect writes? torch's version counter costs little, so it is read after every task, but misses
     # writes through `.data` and some kernels. A checksum finds those and reads all buffers, so it is computed only
@@ -249,7 +242,7 @@ class StateWatch:
 
 
 class StateWatches:
-    """The watches of the virtual stages of a rank; none if no tasks run in microbatch order."""
+    """The watches of a rank's virtual stages; none without forced order."""
 
     def __init__(self, units: Mapping[int, nn.Module], in_order: Collection[ForcedOrder]) -> None:
         watched = units if in_order else {}
@@ -267,10 +260,7 @@ class StateWatches:
 
 
 def _made_anew(part: nn.Module) -> list[str]:
-    """The buffers that every forward makes of its input alone before it reads them.
-
-    In transformers that are the frequencies of LongRoPE, which has one set for short sequences and one for long ones.
-    """
+    """The buffers that every forward makes anew, such as LongRoPE's frequencies."""
     kinds = vars(part).get("rope_type")
     named = {f"{layers}_": kind for layers, kind in kinds.items()} if isinstance(kinds, Mapping) else {"": kinds}
     return [f"{prefix}inv_freq" for prefix, kind in named.items() if kind == "longrope"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rrfp.compute.activations import tensors_in
-from rrfp.compute.named_tuples import is_named, with_items
+from rrfp.compute.payload import is_named, with_items
 from rrfp.compute.program import Batch
 from rrfp.errors import ConfigError, StageError
 from rrfp.model.graph import TaskGraph
@@ -43,16 +43,9 @@ class Arguments:
 
 
 def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], ends: Mapping[str, bool]) -> None:
-    """Refuse a batch that lacks data for a rank's step, with a ConfigError that names the field.
-
-    Args:
-        batch: the caller's.
-        step: the step.
-        sources: the names of the rank's parts that read nothing but their ``inputs``; None for the first virtual stage
-            of a pipeline without parts.
-        ends: the rank's parts that read ``targets``, each with whether it has a ``loss_fn``; "" for the last virtual
-            stage of a model with one loss.
-    """
+    """Refuse a batch that lacks data for a rank's step."""
+    # ``sources`` are the parts that read nothing but their inputs; None of a pipeline without parts. ``ends`` are those
+    # that read targets, each with whether it has a loss_fn; "" of a model with one loss.
     training = step.mode is Mode.TRAIN
     _check_parts(batch, step, sources, ends)
     first, last = None in sources, bool(ends)
@@ -96,7 +89,7 @@ def _with_labels(inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None) -> 
 
 
 def check_loss(loss: object, microbatch: int, *, differentiable: bool) -> Tensor:
-    """Check the value that ``loss_fn`` returned for ``microbatch``, and return it; a StageError if it does not fit."""
+    """Check and return what ``loss_fn`` returned; a StageError if it does not fit."""
     if not isinstance(loss, Tensor):
         raise StageError(f"loss_fn returned a {type(loss).__name__}, must return a scalar floating tensor")
     if loss.dim() != 0 or not loss.is_floating_point():
@@ -118,10 +111,7 @@ def requires_grad(value: Any) -> bool:
 
 
 def detached(value: Any, needs_copy: Callable[[Tensor], bool]) -> Any:
-    """``value`` with all tensors in its tuples, lists and dicts detached, and cloned where ``needs_copy`` says so.
-
-    Itself if none is to be.
-    """
+    """``value`` with its tensors detached, and cloned where ``needs_copy`` says so."""
     if isinstance(value, Tensor):
         value = value.detach() if value.requires_grad else value
         return value.clone() if needs_copy(value) else value
@@ -136,7 +126,7 @@ def detached(value: Any, needs_copy: Callable[[Tensor], bool]) -> Any:
 
 
 def check_placement(modules: Mapping[int, nn.Module], graph: TaskGraph) -> None:
-    """Refuse modules that are not those of one stage with a ConfigError that names the allowed virtual stages."""
+    """Refuse modules that are not those of one stage."""
     stages = [graph.placement.virtual_stages(stage) for stage in range(graph.placement.stages)]
     if tuple(sorted(modules)) not in stages:
         choices = " or ".join(map(str, stages))

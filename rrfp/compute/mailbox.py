@@ -19,14 +19,14 @@ from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.model.visits import Visits
+from rrfp.plain import shown, value_error, whole
 
 
 class Mailbox:
-    """Payloads by the task that produced them.
+    """Payloads by the task that produced them."""
 
-    A forward has one payload, of which a reader gets what `Feeds` says. A backward has one for each predecessor. What a
-    microbatch skips is `ABSENT` to its readers.
-    """
+    # A forward has one payload, of which a reader gets what `Feeds` says. A backward has one for each predecessor. What
+    # a microbatch skips is `ABSENT` to its readers.
 
     def __init__(self, graph: TaskGraph, stage: int, feeds: Feeds | None = None) -> None:
         self.returned = Returned()
@@ -47,14 +47,14 @@ class Mailbox:
         self._forward[task] = output
 
     def put_backward(self, task: Task, grads: Sequence[Payload]) -> None:
-        """Keep the input gradients of a B; raise a StageError unless there is one for each predecessor."""
+        """Keep the input gradients of a B, one for each predecessor."""
         predecessors = self._graph.predecessors[task.virtual_stage]
         if len(grads) != len(predecessors):
             raise StageError(f"{len(grads)} input gradients, must be one for each predecessor: {len(predecessors)}")
         self._backward[task] = dict(zip(predecessors, grads, strict=True))
 
     def inputs(self, task: Task) -> tuple[Payload, ...]:
-        """The inputs of F or B: a payload for each predecessor (F) or successor (B), in graph order."""
+        """A payload for each predecessor (F) or successor (B)."""
         kind, m, v = task
         skipped = self._visits.skipped_by(m)
         if kind is Kind.F:
@@ -69,7 +69,7 @@ class Mailbox:
         return payload if keys is None else payload.pick(keys)[0]
 
     def has_inputs(self, task: Task) -> bool:
-        """Whether all inputs of F or B are here. Those of a task that runs behind its local producer may not be."""
+        """Whether all inputs of F or B are here."""
         kind, m, v = task
         edges, here = (
             (self._graph.predecessors, self._forward) if kind is Kind.F else (self._graph.successors, self._backward)
@@ -78,7 +78,7 @@ class Mailbox:
         return all(w in skipped or Task(kind, m, w) in here for w in edges[v])
 
     def received(self, task: Task) -> Iterator[Tensor]:
-        """The tensors in the inputs of F or B that came from other stages; none for W."""
+        """The input tensors of F or B from other stages."""
         if task.kind is Kind.W:
             return
         edges = self._graph.predecessors if task.kind is Kind.F else self._graph.successors
@@ -117,7 +117,7 @@ class Mailbox:
         return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}
 
     def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
-        """Keep an output that `pack` packed on another rank; a ProtocolError if the description does not fit."""
+        """Keep another rank's output; a ProtocolError if its description is wrong."""
         if task.kind is Kind.F:
             if not isinstance(structure := body.get("structure"), Sequence):
                 raise ProtocolError(f"{task} arrived without the structure of its tensors")
@@ -129,8 +129,9 @@ class Mailbox:
         payloads, rest = {}, list(tensors)
         try:
             for virtual_stage, count in body["parts"]:
-                if virtual_stage in payloads or type(count) is not int or not 0 <= count <= len(rest):
-                    raise ValueError(f"{count!r:.80} of {len(rest)} tensors for virtual stage {virtual_stage}")
+                if virtual_stage in payloads:
+                    raise ValueError(f"virtual stage {virtual_stage} comes twice")
+                whole(f"tensors for virtual stage {shown(virtual_stage)}", count, 0, len(rest), error=value_error)
                 payloads[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{task} arrived with a malformed description: {error!r}") from None
@@ -142,10 +143,7 @@ class Mailbox:
 
 
 def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` on its inputs in ``mailbox``, and keep its output there. Called on the lane's thread.
-
-    Raises a StageError if it wrote into the output of an earlier task, beside what the program raises.
-    """
+    """Run ``task`` on its inputs in ``mailbox``, on the lane's thread."""
     returned = mailbox.returned
     returned.begin(task)
     if task.kind is Kind.F:
@@ -166,10 +164,7 @@ def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
 
 
 def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
-    """The bytes that ``task``, which has just run, holds on its virtual stage, and those of its output beside them.
-
-    Called on the lane's thread.
-    """
+    """The bytes that ``task`` holds, and those of its output beside them."""
     _, m, v = task
     output = mailbox.output_bytes(task)
     if task.kind is Kind.F:

@@ -3,20 +3,87 @@
 A module may return a tensor, or tuples, named tuples, lists and dicts of tensors and plain values. A message holds a
 flat list of tensors and a small description of the nesting, so nothing is ever unpickled. Other classes derived from
 tuple, list and dict, such as the outputs of transformers, arrive as plain tuples, lists and dicts.
+
+A named tuple is sent by the name of its class, which the receiving rank must have loaded. That name is untrusted. It is
+only looked up in modules that are loaded already: this imports nothing and runs no module's ``__getattr__`` and no
+constructor, and accepts only a tuple class with the fields that were sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from rrfp.compute.async_tensors import PLAIN, is_pending, is_sharded, wait_async
-from rrfp.compute.named_tuples import is_named, name_of, rebuilt
 from rrfp.errors import ProtocolError, StageError
+from rrfp.plain import value_error, whole
+
+_REMEDY = "return a tuple or a dict instead (x._asdict())"
+
+
+def is_named(value: object) -> bool:
+    """Whether ``value`` is a named tuple."""
+    return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
+
+
+def name_of(value: Any, path: str) -> str:
+    """The name by which another rank finds the class of ``value``, ``module:qualified.name``.
+
+    A StageError if that name does not lead to the class, such as for a class defined in a function.
+    """
+    cls = type(value)
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if _find(name) is not cls:
+        raise StageError(
+            f"{path} is a named tuple of the class {name}, which other stages cannot find by that name: define it at "
+            f"the top level of a module, or {_REMEDY}"
+        )
+    return name
+
+
+def rebuilt(name: Any, fields: Any, items: Iterable[Any]) -> Any:
+    """The named tuple that was sent; a StageError if its class is unknown here."""
+    cls = _find(name) if isinstance(name, str) else None
+    known = getattr(cls, "_fields", None) if isinstance(cls, type) and issubclass(cls, tuple) else None
+    if cls is None or not isinstance(known, tuple):
+        raise StageError(
+            f"a named tuple of the class {name!r:.200} arrived, which this rank has not loaded: import its module "
+            f"where this stage is built, or {_REMEDY}"
+        )
+    values = tuple(items)
+    if not isinstance(fields, Sequence) or known != tuple(fields) or len(values) != len(known):
+        raise StageError(
+            f"a named tuple of the class {name} arrived with the fields {fields!r:.200}, here it has {list(known)}: "
+            f"run the same code on all ranks, or {_REMEDY}"
+        )
+    return tuple.__new__(cls, values)  # its own constructor may take other arguments
+
+
+def with_items(value: Any, items: Iterable[Any]) -> Any:
+    """A named tuple like ``value`` with other items."""
+    return tuple.__new__(type(value), items)
+
+
+def _find(name: str) -> Any:
+    """The object of that name in a loaded module; None if there is none."""
+    module, _, path = name.partition(":")
+    value: Any = sys.modules.get(module)
+    for part in path.split("."):
+        # Why not getattr? A lazy module, or a metaclass, would run code of its own.
+        if issubclass(type(value), ModuleType):
+            value = ModuleType.__getattribute__(value, "__dict__").get(part)
+        elif issubclass(type(value), type):
+            value = type.__getattribute__(value, "__dict__").get(part)
+        else:
+            return None
+    return value
+
 
 #: The nesting as plain data: ["t", i] is tensor i; ["v", x] the plain value x; ["(", ...] a tuple; ["[", ...] a list;
 #: ["{", [key, ...], ...] a dict with string keys; ["n", class, [field, ...], ...] a named tuple.
@@ -110,7 +177,7 @@ def _sent(tensor: Tensor | None, needs_copy: Callable[[Tensor], bool]) -> Tensor
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """The same values in row-major memory; ``tensor`` itself if it is row-major. Waits for a pending collective."""
+    """The same values in row-major memory; waits for a pending collective."""
     # Why also for a payload that stays on its rank? Products over other strides round differently, so results would
     # depend on the placement. Why not is_contiguous()? It ignores the strides of dims of size 1, which kernels read.
     tensor = wait_async(tensor)
@@ -180,7 +247,7 @@ def _check_dense(tensor: Tensor, path: str) -> None:
 def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
     mark, rest = structure[0], structure[1:]
     if mark == "t":
-        return tensors[_index(rest[0])]
+        return tensors[whole("the index", rest[0], error=value_error)]
     if mark == "v":
         return rest[0]
     if mark == "{":
@@ -192,7 +259,7 @@ def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def _renumbered(structure: Structure, indices: list[int]) -> Structure:
-    """``structure`` with its tensors numbered on from those in ``indices``, to which their numbers are added."""
+    """``structure`` with its tensors numbered on from ``indices``."""
     mark, rest = structure[0], structure[1:]
     if mark == "t":
         indices.append(rest[0])
@@ -201,9 +268,3 @@ def _renumbered(structure: Structure, indices: list[int]) -> Structure:
         return structure
     fields = {"{": 1, "n": 2}.get(mark, 0)
     return [mark, *rest[:fields], *(_renumbered(item, indices) for item in rest[fields:])]
-
-
-def _index(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no index")
-    return value

@@ -28,7 +28,7 @@ _REMEDY = "what comes from another stage is read-only; use an out-of-place opera
 
 
 class ReadOnly:
-    """Detects writes into the tensors of ``payloads``, ``what`` of each virtual stage of ``origins`` (for messages)."""
+    """Detects writes into the tensors of ``payloads``."""
 
     __slots__ = ("_origins", "_payloads", "_versions", "_what")
 
@@ -44,7 +44,7 @@ class ReadOnly:
         ]
 
     def written(self) -> str | None:
-        """A description of the first tensor written to since construction; None if there is none."""
+        """A description of the first tensor written to; or None."""
         for tensor, version in self._versions:
             if tensor._version != version:
                 return self._describe(tensor)
@@ -59,7 +59,7 @@ class ReadOnly:
         )
 
     def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
-        """Raise a StageError if a tensor was written to; it names module, tensor, likely submodules and the remedy."""
+        """Raise a StageError that names the module if a tensor was written to."""
         if (tensor := self.written()) is None:
             return
         inplace = [
@@ -76,7 +76,7 @@ _Watched = tuple[Structure, list[Tensor | None]]
 
 
 class Returned:
-    """The outputs of a rank's tasks; detects tasks that write into an output which an earlier one returned."""
+    """The outputs of a rank's tasks, in which others must not write."""
 
     # A message is copied on the loop, while the lane may already run the next task. torch counts a write after it has
     # made it, so a look at the version after the copy would miss a write under way. Hence the lane looks, at the end of
@@ -100,15 +100,12 @@ class Returned:
             known.clear()
 
     def begin(self, task: Task) -> None:
-        """A task begins. In a backward all readers have read the output of its forward."""
+        """A task begins."""
         if task.kind is Kind.B:
             self._forget(task._replace(kind=Kind.F))
 
     def end(self, task: Task, payloads: Sequence[Payload], name_of: Callable[[int], str]) -> None:
-        """A task has run and returns ``payloads``; raise a StageError if it wrote into those of an earlier one.
-
-        ``name_of`` tells what the computation of a virtual stage is called.
-        """
+        """A task returns ``payloads``; a StageError if it wrote into earlier ones."""
         if list(map(_VERSION, self._counters.values())) != list(self._versions.values()):
             raise StageError(self._refusal(task, name_of))
         while self._dropped:  # only now: the task may have begun before the output was copied for the last time
@@ -161,7 +158,7 @@ class Returned:
 
 
 class Received:
-    """The forward inputs of one task: new leaves on the received memory, each with a gradient of its own."""
+    """The forward inputs of one task: leaves with gradients of their own."""
 
     __slots__ = ("_watch", "payloads")
 
@@ -173,7 +170,7 @@ class Received:
         self._watch = ReadOnly(self.payloads, "received", predecessors)
 
     def values(self, *, hidden: bool = False) -> list[Any]:
-        """The value of each predecessor, made of the leaves; if ``hidden``, of views of them."""
+        """The value of each predecessor, of leaves, or of views if ``hidden``."""
         # Why views? A split backward calls torch.autograd.grad for the leaves, and a hook for several tensors, as
         # torch.utils.flop_counter registers on the inputs of modules, fails there on a leaf.
         payloads = self.payloads
@@ -190,15 +187,13 @@ class Received:
         self._watch.check(module, virtual_stage, when)
 
     def gradients(self) -> tuple[Payload, ...]:
-        """The gradients of the leaves, one payload for each predecessor; None for a leaf without one."""
+        """The gradients of the leaves, a payload for each predecessor."""
         return tuple([Payload(tuple(map(_gradient, payload.tensors))) for payload in self.payloads])
 
     def explain(self, error: RuntimeError, module: nn.Module, virtual_stage: int) -> StageError | None:
-        """The StageError for torch's error about a write into a leaf; None for any other error.
-
-        A received tensor that requires grad is a leaf. In one process it is an intermediate result, into which the same
-        module may write; hence the explanation.
-        """
+        """The StageError for torch's error about a write into a leaf; None for any other error."""
+        # A received tensor that requires grad is a leaf. In one process it is an intermediate result, into which the
+        # same module may write; hence the explanation.
         if _LEAF_ERROR not in str(error) or not any(tensor.requires_grad for tensor in self.tensors()):
             return None
         where = _innermost_submodule(error.__traceback__, module)
@@ -215,7 +210,7 @@ _NO_MEMORY = torch.empty(0, device="cpu")
 
 
 def write_counter(tensor: Tensor) -> Tensor | None:
-    """A tensor without memory that has the version of ``tensor``, now and later; None where torch counts no writes."""
+    """A tensor without memory that has the version of ``tensor``; or None."""
     if type(tensor) not in PLAIN or tensor.is_inference():
         return None
     counter = tensor.detach()  # it shares the version, and keeps it with other data
@@ -241,7 +236,7 @@ def _view(leaf: Tensor | None) -> Tensor | None:
 
 
 def _gradient(leaf: Tensor | None) -> Tensor | None:
-    """The gradient of a leaf as it is sent; the one of a received embedding table may be sparse."""
+    """The gradient of a leaf as it is sent, possibly sparse."""
     gradient = None if leaf is None else leaf.grad
     if gradient is None:
         return None
@@ -269,7 +264,7 @@ def _paths(structure: Structure, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _innermost_submodule(traceback: TracebackType | None, module: nn.Module) -> str:
-    """A description of the innermost submodule in the frames of ``traceback``; empty if there is none."""
+    """The innermost submodule in the frames of ``traceback``."""
     names = {id(submodule): name for name, submodule in module.named_modules()}
     innermost: nn.Module | None = None
     while traceback is not None:

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute import engine
 from rrfp.compute.activations import ActivationMeter, describe, tensors_in
 from rrfp.compute.async_tensors import full_tensor, wait_async
 from rrfp.compute.buffers import BufferMemory, CarriedState, StateWatches
 from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
-from rrfp.compute.engine import Root
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
+from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.received import ReadOnly, Received, write_counter
 from rrfp.compute.rng import RandomForks, SeedNotice, devices_of
+from rrfp.compute.split.autograd_graph import Root, run_backward
 from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
 from rrfp.core.ready_set import ForcedOrder
@@ -48,7 +47,7 @@ class _Output(NamedTuple):
     device: torch.device
 
     def gradient(self, received: Tensor) -> Tensor:
-        """The received gradient where autograd wants it; it may come from a stage that computes on another device."""
+        """The received gradient, where autograd wants it."""
         if received.shape != self.shape or received.is_complex() != self.dtype.is_complex:
             raise StageError(
                 f"a gradient of shape {tuple(received.shape)} and {received.dtype} arrived for an output of shape "
@@ -76,7 +75,7 @@ class SavedForward:
 
     @classmethod
     def of_outputs(cls, received: Received, output: Payload, read: Sequence[tuple[str, ...] | None]) -> SavedForward:
-        """For a virtual stage that sends ``output``, of which each successor reads the keys ``read``, None for all."""
+        """For a virtual stage whose successors ``read`` these keys."""
         # Why not keep the tensors? An edge refers to the graph alone, so an output is freed once it is sent, unless
         # autograd itself saved it.
         saved = [
@@ -87,14 +86,9 @@ class SavedForward:
         return cls(received, tuple(saved), picked=picked)
 
     def roots(self, grads: Sequence[Payload]) -> tuple[list[Root], list[Tensor]]:
-        """Where backward enters the graph, and the gradient for each entry; a root may occur several times.
-
-        Several gradients of one output are those of the later readers first. Autograd adds them in this order, as it
-        does where one process calls the readers in the order of virtual stages.
-
-        Args:
-            grads: the received gradients of the outputs, one payload for each successor.
-        """
+        """Where backward enters the graph, and the gradient for each entry; a root may occur several times."""
+        # Several gradients of one output are those of the later readers first. Autograd adds them in this order, as it
+        # does where one process calls the readers in the order of virtual stages.
         if self.loss is not None:
             if not self.loss.requires_grad:
                 return [], []
@@ -117,13 +111,7 @@ class SavedForward:
 
 
 class StageInputs:
-    """The batch of a step, by microbatch and virtual stage.
-
-    Args:
-        batch: of the step.
-        graph: says which virtual stages read from others, and which end the pipeline.
-        feeds: how each of them reads.
-    """
+    """The batch of a step, by microbatch and virtual stage."""
 
     def __init__(self, batch: Batch, graph: TaskGraph, feeds: Feeds) -> None:
         self._batch = batch
@@ -159,7 +147,7 @@ class StageInputs:
         return Arguments.spread([*spread, *own, named])
 
     def targets(self, v: int) -> Sequence[Any] | None:
-        """The targets by microbatch; None unless ``v`` is a last virtual stage for which the caller gave any."""
+        """The targets by microbatch, if ``v`` is a last virtual stage with any."""
         targets = self._batch.targets
         if targets is None or self._graph.successors[v]:
             return None
@@ -172,13 +160,10 @@ class StageInputs:
 
 
 class StepResults:
-    """By part and microbatch, without history; in the order of microbatches.
+    """Losses and outputs by part and microbatch, without history."""
 
-    Args:
-        makers: who makes them, for messages, by part: those parts whose last modules lie on this rank and nothing
-            reads; "" for the last virtual stage of a model whose loss is that of one part.
-        needs_copy: by part, see `Payload.sent`.
-    """
+    # ``makers`` names, for messages, those parts whose last modules lie on this rank and nothing reads; "" of a model
+    # with one loss.
 
     def __init__(self, makers: Mapping[str, str], needs_copy: Mapping[str, Callable[[Tensor], bool]]) -> None:
         self._makers = makers
@@ -189,7 +174,7 @@ class StepResults:
         self._versions: list[tuple[str, Tensor, int]] = []
 
     def keep(self, microbatch: int, output: Any, loss: Tensor | None, batch: Batch, mode: Mode, part: str = "") -> None:
-        """Keep the loss, if there is one, and in an evaluation the output, if ``batch`` wants it."""
+        """Keep the loss, and in an evaluation the output if it is wanted."""
         returns = batch.return_outputs
         if mode is not Mode.TRAIN and (loss is None if returns is None else returns):
             self._outputs[part][microbatch] = kept = detached(output, self._needs_copy[part])
@@ -222,7 +207,7 @@ class StepResults:
         return {part: {m: float(losses[m]) for m in sorted(losses)} for part, losses in self._losses.items()}
 
     def outputs(self) -> dict[int, Any]:
-        """The outputs kept; of each microbatch a dict by part, where losses are by part."""
+        """The outputs kept; a dict by part where losses are by part."""
         if "" in self._outputs:
             return dict(sorted(self._outputs[""].items()))
         microbatches = sorted({m for own in self._outputs.values() for m in own})
@@ -290,9 +275,14 @@ class TorchStage(StageProgram):
         self._units = with_loss(modules, self._losses)
         self._shared = SharedGradients({}) if shared is None else shared
         self._graph = graph
+        #: None: draw from torch's generators without forking.
         self._seed = seed
+        #: Whose random generators tasks use, beside those that hold parameters or buffers.
         self._devices = frozenset(devices)
+        #: Ranks with other data join in collectives inside tasks, so every backward has to run. A loss of weight 0 is
+        #: never differentiated; its backward then enters at the outputs, with zeros.
         self._grouped = grouped
+        #: Losses may have such collectives too, so one of weight 0 is differentiated with the factor 0.
         self._joined_losses = joined_losses
         self._meters = {v: ActivationMeter(unit) for v, unit in self._units.items()}
         forced = frozenset(in_order)
@@ -377,11 +367,7 @@ class TorchStage(StageProgram):
         return class_name(self._units[virtual_stage])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """Bytes of received inputs and of tensors that autograd saved; parameters and buffers do not count.
-
-        Measured on the first microbatch of each input signature; see :class:`ActivationMeter`. Between B and W of a
-        split virtual stage: bytes of the tensors that W needs.
-        """
+        """See :meth:`StageProgram.held_bytes`; measured by an `ActivationMeter`."""
         return self._held.get((microbatch, virtual_stage), 0)
 
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
@@ -400,7 +386,7 @@ class TorchStage(StageProgram):
         return self._held_outputs.get((microbatch, virtual_stage), 0)
 
     def losses(self) -> Mapping[int, float]:
-        """See :meth:`StageProgram.losses`. Waits for the device, so it must not be called between tasks."""
+        """See :meth:`StageProgram.losses`. Waits for the device."""
         return self._results.losses()
 
     def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
@@ -493,7 +479,7 @@ class TorchStage(StageProgram):
         if v in self._split:
             return self._split[v].run(roots, gradients, saved.received.tensors())
         if roots:  # autograd adds the gradients of a root that occurs twice
-            engine.backward(roots, gradients)
+            run_backward(roots, gradients)
         return None
 
     def _loss(self, output: Any, task: Task) -> Tensor | None:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeVar
 from weakref import WeakSet
 
 from rrfp.errors import RrfpError
@@ -25,21 +26,20 @@ _PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 _STANDARD = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
+_Error = TypeVar("_Error", bound=BaseException)
+
 #: Errors whose text has been logged.
 _logged: WeakSet[RrfpError] = WeakSet()
 
 
 def stack_of(thread: int | None) -> str:
-    """The stack of the thread with ident ``thread``, innermost call last; empty if there is none.
-
-    It begins with the first frame outside this package, and has one or two lines a frame.
-    """
+    """The stack of a thread from its first frame outside this package; empty if there is none."""
     frame = None if thread is None else sys._current_frames().get(thread)
     return "" if frame is None else _format(frame, skip_package=True)
 
 
 def all_stacks(first: int | None = None) -> str:
-    """The full stacks of all other threads of this process by name, that of ident ``first`` first."""
+    """The stacks of all other threads by name, that of ``first`` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
     this = threading.get_ident()
@@ -47,7 +47,7 @@ def all_stacks(first: int | None = None) -> str:
 
 
 def trim(error: BaseException) -> None:
-    """Drop the leading frames of this package from the tracebacks of ``error``, its causes and contexts."""
+    """Drop the leading frames of this package from the tracebacks of ``error``."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -56,11 +56,14 @@ def trim(error: BaseException) -> None:
         current = current.__cause__ or current.__context__
 
 
-def place_of(error: BaseException) -> str:
-    """The innermost file, line and function of the caller's own code when ``error`` was raised, in one line.
+def from_here(error: _Error) -> _Error:
+    """``error`` to be raised again where a caller called: the runtime's frames would bury the caller's."""
+    trim(error)
+    return error.with_traceback(None)
 
-    Empty if none of that took part, or if this package raised it. A library in which it was raised is named too.
-    """
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the caller's own code when ``error`` was raised; empty if none took part."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or frames[-1].filename.startswith(_PACKAGE):
         return ""
@@ -78,10 +81,7 @@ def _is_library(filename: str) -> bool:
 
 
 def print_no_traceback(error: RrfpError) -> None:
-    """Print nothing should ``error`` end the program: its text has been logged already. The exit code stays 1.
-
-    No effect in a program that logs no errors.
-    """
+    """Print nothing should ``error`` end the program: its text has been logged already."""
     if not logging.getLogger("rrfp").isEnabledFor(logging.ERROR):
         return
     if not _logged:
@@ -111,7 +111,7 @@ def _format(frame: FrameType, *, skip_package: bool = False) -> str:
 
 
 def _from_first_other(summary: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Drop the frames up to the last leading one of this package; none if the stack has no other code after it."""
+    """Drop the frames up to the last leading one of this package."""
     package = [index for index, frame in enumerate(summary) if frame.filename.startswith(_PACKAGE)]
     if not package:
         return summary

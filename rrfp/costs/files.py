@@ -65,7 +65,7 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
     try:
         return from_json(text)
     except ConfigError as error:
-        raise ConfigError(f"{os.fspath(path)}: {error}") from None
+        raise ConfigError.joining(f"{os.fspath(path)}: {text}" for text in error.faults or (str(error),)) from None
 
 
 def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, ...]:
@@ -190,11 +190,7 @@ def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Sk
         if name not in names:
             raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {listed(names)}")
         for microbatch in checked_list(f"skipped[{name!r}]", skippers, "of microbatches"):
-            if type(microbatch) is not int or not 0 <= microbatch < microbatches:
-                raise ConfigError(
-                    f"skipped[{name!r}] has {reprlib.repr(microbatch)}, must be a microbatch, 0..{microbatches - 1}"
-                )
-            skipped[microbatch].add(names.index(name))
+            skipped[whole(f"skipped[{name!r}]", microbatch, 0, microbatches - 1)].add(names.index(name))
     return tuple(map(frozenset, skipped))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import reprlib
 from array import array
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from rrfp.model.placement import Layout, Placement, TablePlacement
 from rrfp.model.plain_graph import names_of
 from rrfp.model.tasks import Kind
 from rrfp.model.visits import Skipped, Visits
-from rrfp.plain import whole
+from rrfp.plain import number, whole
 
 #: Rows are virtual stages (or the edges between them), columns microbatches.
 Matrix: TypeAlias = npt.NDArray[np.float64]
@@ -82,18 +81,7 @@ def checked_sizes(sizes: Sequence[float], num_microbatches: int) -> tuple[float,
         raise ConfigError(f"sizes must be a list of {num_microbatches} numbers, one a microbatch")
     if length != num_microbatches:
         raise ConfigError(f"sizes has {length} entries, must have {num_microbatches}, one a microbatch")
-    numbers = []
-    for index, size in enumerate(sizes):
-        try:
-            number = math.nan if isinstance(size, bool | str | bytes) else float(size)
-        except OverflowError:  # an int beyond the floats
-            number = math.inf
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < math.inf:
-            raise ConfigError(f"sizes[{index}] is {reprlib.repr(size)}, must be a finite number >= 0")
-        numbers.append(number + 0.0)
-    return tuple(numbers)
+    return tuple(number(f"sizes[{index}]", size, 0) + 0.0 for index, size in enumerate(sizes))
 
 
 def read_only(matrix: Matrix) -> Matrix:

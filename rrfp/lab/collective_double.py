@@ -1,7 +1,7 @@
 """A double for a library whose sends and receives are kernels, as NCCL's: to run a transport's logic on a CPU.
 
-A post only issues a kernel, on the stream of its edge; an event says when it is complete. A kernel needs one of the
-few slots of its device, and holds it until the kernel at the other end of the edge has run beside it. Both ends match
+A post only issues a kernel, on the stream of its group; an event says when it is complete. A kernel needs one of the
+few slots of its device, and holds it until the kernel at the other end of the group has run beside it. Both ends match
 by the order of their posts alone. In lazy mode a post blocks the host until the other end posts too.
 
 The network sees all that is posted, so it knows when nothing can ever go on, and when a receive takes another transfer
@@ -10,18 +10,23 @@ than was meant. It then fails everything with one error that names the kernels a
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rrfp.transports.carried.wires import EdgeName
-from rrfp.transports.collective.streams import StreamWire
-from rrfp.transports.header_checks import TensorSpec
-from rrfp.transports.tensor_bytes import as_byte_tensor
+from rrfp.devices.base import CopyLane
+from rrfp.transports.collective.channel import RankPair
+from rrfp.transports.links.flow import HomeLoop, settle
+from rrfp.transports.wire.header_checks import TensorSpec
+from rrfp.transports.wire.tensor_bytes import as_byte_tensor
 
 
 class CollectiveDeadlockError(RuntimeError):
@@ -29,18 +34,16 @@ class CollectiveDeadlockError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """A receive was matched with another transfer's send: its data would be wrong."""
+    """A receive was matched with the send of another transfer: its data would be wrong without a word."""
 
 
 @dataclass(eq=False, slots=True)
 class _Kernel:
     """A send or a receive that was posted."""
 
-    #: Where.
-    end: DoublePipe
+    end: DoubleGroup
     #: Of the transfer, as the transport counts; the library would not know it.
     number: int
-    #: The bytes.
     piece: Tensor
     #: Of all posts in the network.
     order: int
@@ -51,50 +54,32 @@ class _Kernel:
         what = "send" if self.end.is_source else "receive"
         state = "runs" if self.runs else "is queued"
         size, rank = self.piece.nbytes, self.end.rank
-        return f"rank {rank}'s {what} of {size} bytes, transfer {self.number} of {self.end.edge}, {state}"
-
-
-@dataclass(eq=False)
-class _Event:
-    """Complete when ``count`` kernels of the end are."""
-
-    end: DoublePipe
-    count: int
-
-    def synchronize(self) -> None:
-        self.end.network.wait(self.end, lambda: self.end.completed >= self.count)
+        return f"rank {rank}'s {what} of {size} bytes, transfer {self.number} of {self.end.pair}, {state}"
 
 
 class DoubleNetwork:
-    """All devices of a job, in this process."""
+    """All devices of a job, in this process; ``slots`` kernels run on one device at a time."""
 
-    def __init__(
-        self,
-        # Kernels that run on one device at a time.
-        slots: int,
-        *,
-        # Whether a post blocks the host until the other end posts too.
-        lazy: bool = False,
-    ) -> None:
+    def __init__(self, slots: int, *, lazy: bool = False) -> None:
         #: The error that ended everything, if one did.
         self.failure: CollectiveDeadlockError | MismatchError | None = None
         self._slots = slots
         self._lazy = lazy
         self._changed = threading.Condition()
-        self._ends: dict[tuple[EdgeName, bool], DoublePipe] = {}
+        self._ends: dict[tuple[RankPair, bool], DoubleGroup] = {}
         #: Hosts that are blocked in a post, with the end at which they post, and the number of the post there.
-        self._blocked: dict[Hashable, tuple[DoublePipe, int]] = {}
+        self._blocked: dict[Hashable, tuple[DoubleGroup, int]] = {}
         self._posts = itertools.count()
 
-    def join(self, end: DoublePipe, timeout_s: float) -> None:
-        """Add one end of an edge, and wait for the other."""
+    def join(self, end: DoubleGroup, timeout_s: float) -> None:
+        """Add one end of a group, and wait for the other."""
         with self._changed:
-            self._ends[end.edge, end.is_source] = end
+            self._ends[end.pair, end.is_source] = end
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: (end.edge, not end.is_source) in self._ends, timeout_s):
-                raise RuntimeError(f"the other end of {end.edge} did not join")
+            if not self._changed.wait_for(lambda: (end.pair, not end.is_source) in self._ends, timeout_s):
+                raise RuntimeError(f"the other end of {end.pair} did not join")
 
-    def post(self, end: DoublePipe, number: int, piece: Tensor) -> None:
+    def post(self, end: DoubleGroup, number: int, piece: Tensor) -> None:
         """Issue a kernel."""
         with self._changed:
             index, other = end.posts, self._other(end)
@@ -113,13 +98,13 @@ class DoubleNetwork:
             self._find_deadlock()
             self._changed.notify_all()
 
-    def abort(self, end: DoublePipe) -> None:
+    def abort(self, end: DoubleGroup) -> None:
         """Fail what waits at one end; the other end does not notice."""
         with self._changed:
             end.aborted = True
             self._changed.notify_all()
 
-    def wait(self, end: DoublePipe, condition: Callable[[], bool]) -> None:
+    def wait(self, end: DoubleGroup, condition: Callable[[], bool]) -> None:
         """Block a thread of ``end`` until ``condition`` holds, or a failure."""
         with self._changed:
             self._changed.wait_for(lambda: condition() or self.failure is not None or end.aborted)
@@ -128,15 +113,15 @@ class DoubleNetwork:
             if not condition():
                 raise RuntimeError("the communicator was aborted")
 
-    def _other(self, end: DoublePipe) -> DoublePipe:
-        return self._ends[end.edge, not end.is_source]
+    def _other(self, end: DoubleGroup) -> DoubleGroup:
+        return self._ends[end.pair, not end.is_source]
 
     def _heads(self) -> list[_Kernel]:
         """The first incomplete kernel of each stream, in the order of posts."""
         return sorted((end.kernels[0] for end in self._ends.values() if end.kernels), key=lambda kernel: kernel.order)
 
     def _partner(self, kernel: _Kernel) -> _Kernel | None:
-        """The posted kernel that it is matched with; both head their streams."""
+        """The kernel at the other end that it is matched with, if that was posted; both are heads of their streams."""
         other = self._other(kernel.end)
         return other.kernels[0] if other.kernels and other.completed == kernel.end.completed else None
 
@@ -167,7 +152,7 @@ class DoubleNetwork:
         return False
 
     def _find_deadlock(self) -> None:
-        """The largest set of heads and hosts that wait for each other only."""
+        """The largest set of heads and hosts each of which waits for members of the set only."""
         stuck: set[object] = {*self._heads(), *self._blocked}
         while free := {each for each in stuck if not self._waits_within(each, stuck)}:
             stuck -= free
@@ -190,12 +175,11 @@ class DoubleNetwork:
 
 
 @dataclass(eq=False)
-class DoublePipe:
-    """One end of an edge."""
+class DoubleGroup:
+    """One end of a group."""
 
-    #: Which it is a part of.
     network: DoubleNetwork
-    edge: EdgeName
+    pair: RankPair
     #: Whether it sends.
     is_source: bool
     #: The thread that posts here. Several ends may share one.
@@ -208,31 +192,82 @@ class DoublePipe:
     completed: int = 0
     #: Whether nothing waits here any more.
     aborted: bool = False
+    has_tags = False
+
+    def __post_init__(self) -> None:
+        self.lane: CopyLane = DoubleLane(self)
 
     def __str__(self) -> str:
         what = "a send" if self.is_source else "a receive"
-        return f"{what} of rank {self.rank} on {self.edge}"
+        return f"{what} of rank {self.rank} on {self.pair}"
 
     @property
     def rank(self) -> int:
         """Whose device its kernels run on."""
-        return self.edge.source if self.is_source else self.edge.target
+        return self.pair.source if self.is_source else self.pair.target
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self.network.post(self, number, as_byte_tensor(tensor))
 
-    def record(self) -> _Event:
-        return _Event(self, self.posts)
-
     def abort(self) -> None:
         self.network.abort(self)
+
+    def wait(self, count: int) -> None:
+        """Block until so many kernels that were posted here are complete."""
+        self.network.wait(self, lambda: self.completed >= count)
+
+
+class DoubleLane:
+    """The lane of ``end``: makes calls on one thread, and waits on another until what they posted is complete."""
+
+    def __init__(self, end: DoubleGroup) -> None:
+        self._end = end
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._issued: queue.SimpleQueue[tuple[int, asyncio.Future[Any]] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        self._home = HomeLoop()
+        for name, serve in (("post", self._post), ("wait", self._wait)):
+            threading.Thread(target=serve, name=f"rrfp-double-{self._end.pair}-{name}", daemon=True).start()
+
+    def enqueue(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
+        done: asyncio.Future[Any] = self._home.loop.create_future()
+        self._calls.put((call, done))
+        return done
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _post(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, done = item
+            try:
+                call()
+            except Exception as error:
+                self._settle(done, error)
+            else:
+                self._issued.put((self._end.posts, done))
+            del item, call, done
+        self._issued.put(None)
+
+    def _wait(self) -> None:
+        while (item := self._issued.get()) is not None:
+            count, done = item
+            try:
+                self._end.wait(count)
+            except Exception as error:
+                self._settle(done, error)
+            else:
+                self._settle(done, None)
+            del item, done
+
+    def _settle(self, done: asyncio.Future[Any], error: Exception | None) -> None:
+        self._home.call(partial(settle, done, error))
 
 
 class DoubleBackend:
     """The backend of one rank over a `DoubleNetwork`; tensors lie on the CPU."""
-
-    name = "double"
 
     def __init__(self, network: DoubleNetwork, rank: int) -> None:
         self._network = network
@@ -244,10 +279,7 @@ class DoubleBackend:
     def empty(self, spec: TensorSpec) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
 
-    def connect(self, edge: EdgeName, store: object, timeout_s: float) -> StreamWire:
-        pipe = DoublePipe(self._network, edge, self._rank == edge.source, host=(self._rank, edge))
-        self._network.join(pipe, timeout_s)
-        return StreamWire(pipe, edge)
-
-    def close(self) -> None:
-        """See `Backend.close`."""
+    def connect(self, pair: RankPair, store: object, timeout_s: float) -> DoubleGroup:
+        group = DoubleGroup(self._network, pair, self._rank == pair.source, host=(self._rank, pair))
+        self._network.join(group, timeout_s)
+        return group

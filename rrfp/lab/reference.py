@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rrfp.compute.caller_context import autocast_device_types
-from rrfp.compute.loss_module import LossFunction, with_loss
-from rrfp.compute.named_tuples import is_named, with_items
-from rrfp.compute.payload import canonical
+from rrfp.compute.loss import LossFunction, combine_losses, gradient_weights, with_loss
+from rrfp.compute.payload import canonical, is_named, with_items
 from rrfp.compute.rng import RandomForks, devices_of
-from rrfp.compute.weighting import combine_losses, gradient_weights
 from rrfp.errors import ConfigError
 from rrfp.model.declared import Graph, Part, PartKey, part_of
 from rrfp.model.declared import Graph as PartGraph

@@ -20,8 +20,8 @@ from typing import Any
 from rrfp.costs.table import CostTable, message_times
 from rrfp.errors import ConfigError
 from rrfp.transports.base import Message, MessageKind, TransportContext
-from rrfp.transports.flow import Window
 from rrfp.transports.inproc import InprocTransport, PeerEnd
+from rrfp.transports.links.flow import Window
 
 #: Seconds of a message between two ranks: (sender, receiver, message) -> finite, >= 0.
 Latency = Callable[[int, int, Message], float]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from rrfp.errors import ConfigError
+from rrfp.plain import flag
 
 
 class Part:
@@ -140,8 +141,7 @@ class Graph:
             raise ConfigError(f"part name is {name!r}, must be a text without spaces and any of . ; , =")
         if name in self.parts:
             raise ConfigError(f"part {name!r} is declared already, must have another name")
-        if type(optional) is not bool:
-            raise ConfigError(f"optional of part {name!r} is {optional!r}, must be True or False")
+        flag(f"optional of part {name!r}", optional)
         first = self._checked_reads(name, "reads", reads)
         each = self._checked_reads(name, "reads_all", reads_all)
         if twice := sorted(first.keys() & each.keys()):

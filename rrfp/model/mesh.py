@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rrfp.errors import ConfigError
+from rrfp.plain import whole
 
 #: The pipeline's dimension.
 PIPELINE = "pp"
@@ -190,5 +191,4 @@ class Mesh:
 def check_sizes(dims: Iterable[tuple[str, Any]]) -> None:
     """Raise a ConfigError that names a dimension whose size is not a positive integer."""
     for name, size in dims:
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"mesh dim {name!r} is {size!r}, must be a whole number >= 1")
+        whole(f"mesh dim {name!r}", size, 1)

@@ -66,8 +66,7 @@ def graph_from_plain(plain: Mapping[str, Any]) -> TaskGraph:
     if len(placement) != len(names):
         raise ConfigError(f"placement has {len(placement)} entries, must have {len(names)}, one a virtual stage")
     for v, stage in enumerate(placement):
-        if type(stage) is not int or not 0 <= stage < stages:
-            raise ConfigError(f"placement[{v}] is {reprlib.repr(stage)}, must be a stage, 0..{stages - 1}")
+        whole(f"placement[{v}]", stage, 0, stages - 1)
     if missing := sorted({*range(min(stages, len(names) + 1))} - {*placement}):
         raise ConfigError(f"placement has no virtual stage on stage {missing[0]}, must have one on each of {stages}")
     edges = _edges(checked_list("edges", plain["edges"], f"of 'NAME{ARROW}NAME'"), names)

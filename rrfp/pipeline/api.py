@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from rrfp.compute.gradients.process_groups import global_ranks
-from rrfp.compute.gradients.tie_copies import Ties
-from rrfp.errors import ConfigError, Faults
+from rrfp.compute.gradients.ties import Ties
+from rrfp.compute.tracebacks import from_here
+from rrfp.errors import ConfigError, Faults, RrfpError
 from rrfp.model.declared import Graph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.build import Job, RankBuilder
@@ -128,6 +129,8 @@ class Pipeline(PipelineHandle):
         except Exception as error:
             if own is not None and label:
                 FailedStarts(own, f"{own.run_id}/{label}", meet, secret).report_now(error)
+            if isinstance(error, RrfpError):
+                raise from_here(error) from error.__cause__
             raise
         super().__init__(ranks, loop, f"rrfp-{own.rank}")
 
@@ -144,21 +147,24 @@ class LocalPipeline(PipelineHandle):
         graph: Graph | None = None,
         **options: Unpack[OptionArguments],
     ) -> None:
-        with Faults() as faults:
-            with faults.kept():
-                settings = complete({"transport": "inproc", "lock_watch": False, **options}, "loop, ties, graph")
-            with faults.kept():
-                check_modules(modules)
-            with faults.kept():
-                check_loop(loop)
-        topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
         rendezvous = LocalRendezvous()
 
         async def meet() -> Rendezvous:
             return rendezvous
 
-        job = Job(f"local-{uuid.uuid4().hex}", meet)
-        ranks = RankBuilder(job, settings, topologies, modules, options, ties, graph).ranks()
+        try:
+            with Faults() as faults:
+                with faults.kept():
+                    settings = complete({"transport": "inproc", "lock_watch": False, **options}, "loop, ties, graph")
+                with faults.kept():
+                    check_modules(modules)
+                with faults.kept():
+                    check_loop(loop)
+            topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
+            job = Job(f"local-{uuid.uuid4().hex}", meet)
+            ranks = RankBuilder(job, settings, topologies, modules, options, ties, graph).ranks()
+        except RrfpError as error:
+            raise from_here(error) from error.__cause__
         super().__init__(ranks, loop, "rrfp-local")
 
 

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
 from rrfp.compute.gradients.module_reduction import check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
@@ -25,14 +23,16 @@ from rrfp.compute.gradients.process_groups import (
 )
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.sparse import check_not_sparse
-from rrfp.compute.gradients.tie_copies import Ties
-from rrfp.compute.gradients.tied import ProcessTies, TiedGradients
+from rrfp.compute.gradients.ties import ProcessTies, TiedGradients, Ties
+from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
 from rrfp.compute.rng import SeedNotice, replica_seed
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
 from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.model.declared import Graph
@@ -55,7 +55,7 @@ from rrfp.runtime.steps.plan import StepPlanner
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.version import __version__
 
 logger = get_logger(__name__)
@@ -248,7 +248,7 @@ class RankBuilder:
         return GradientReducer(
             modules,
             make_group,
-            new_lane(device, "rrfp-gradients"),
+            new_lane(device, "rrfp-gradients", is_timed=False),
             replica=topology.summand,
             deterministic=self._options.deterministic,
             check_every=self._options.check_replicas or 0,
@@ -348,7 +348,7 @@ class RankBuilder:
             connect_timeout_s=options.connect_timeout,
             heartbeat_s=options.heartbeat,
             patience_s=options.patience,
-            copies=None if device is None else copies_of(device, f"rrfp-copies-{topology.rank}"),
+            copies=None if device is None else copies_of(device, StreamLane, f"rrfp-copies-{topology.rank}"),
         )
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.devices.base import Device
+from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 from rrfp.model.names import TextOf, numbered
@@ -115,9 +115,9 @@ def check_on_device(
         check_no_cuda_graphs(modules, losses.values(), text_of)
 
 
-def new_lane(device: Device | None, name: str, nice: int = 0) -> Lane:
+def new_lane(device: Device | None, name: str, nice: int = 0, *, is_timed: bool = True) -> Lane:
     """A lane on a stream of ``device``; on a thread where that is None."""
-    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice)
+    return ThreadLane(name, nice=nice) if device is None else StreamLane(device, name, nice=nice, is_timed=is_timed)
 
 
 def stage_lane(stage: int, device: Device | None, make_lane: Callable[[int], Lane] | None, nice: int) -> Lane:

@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar
 from torch.optim import Optimizer
 
 from rrfp import timeouts
+from rrfp.compute.tracebacks import from_here
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.model.tasks import Mode
 from rrfp.pipeline.local_ranks import LocalRanks
@@ -54,12 +55,15 @@ class BlockingPipeline:
 
     def __enter__(self) -> Self:
         session = self._session
-        session.enter()
         try:
-            session.submit(session.start()).result()
-        except BaseException:
-            session.leave()
-            raise
+            session.enter()
+            try:
+                session.submit(session.start()).result()
+            except BaseException:
+                session.leave()
+                raise
+        except (RrfpError, KeyboardInterrupt) as error:
+            raise from_here(error) from error.__cause__
         return self
 
     def __exit__(
@@ -90,7 +94,10 @@ class BlockingPipeline:
             outcome = session.submit(call.rest).result()
         except PipelineAborted as error:
             aborted = error
-        except BaseException as error:  # Ctrl-C ended the wait; after a failure of the step itself this has no effect
+        except KeyboardInterrupt as interrupt:
+            session.fail_soon(interrupt)
+            raise from_here(interrupt) from None
+        except BaseException as error:  # after a failure of the step itself this has no effect
             session.fail_soon(error)
             raise
         finally:
@@ -252,12 +259,15 @@ class PipelineHandle:
 
     async def __aenter__(self) -> Self:
         session = self._session
-        session.enter()
         try:
-            await self._on_loop(session.start())
-        except BaseException:
-            await asyncio.shield(self._free())
-            raise
+            session.enter()
+            try:
+                await self._on_loop(session.start())
+            except BaseException:
+                await asyncio.shield(self._free())
+                raise
+        except RrfpError as error:
+            raise from_here(error) from error.__cause__
         self._is_async = True
         return self
 

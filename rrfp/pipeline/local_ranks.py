@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rrfp.compute.devices.base import Device
 from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.program import StageProgram
+from rrfp.devices.base import Device
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.delivery import Delivery

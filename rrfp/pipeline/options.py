@@ -13,12 +13,12 @@ import torch
 
 from rrfp import timeouts
 from rrfp.callbacks.base import Callback
-from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.thread import LOWEST_NICE
+from rrfp.compute.loss import Reduction
 from rrfp.compute.split.backward import Unsplittable
-from rrfp.compute.weighting import Reduction
-from rrfp.errors import ConfigError, Faults, misspelt
+from rrfp.devices.base import Device
+from rrfp.errors import ConfigError, Faults, misspelt, nearest_to
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
@@ -337,11 +337,16 @@ def seed_of(options: Options) -> int:
 
 def _check_names(passed: OptionArguments, arguments: str) -> None:
     table = option_table()
-    unknown = [misspelt(name, table) for name in passed if name not in table]
-    if unknown:
-        known = ", ".join(table) + (f"; or an argument: {arguments}" if arguments else "")
-        what = "option" if len(unknown) == 1 else "options"
-        raise ConfigError(f"unknown {what} {', '.join(unknown)}, must be one of: {known}")
+    unknown = [name for name in passed if name not in table]
+    if not unknown:
+        return
+    known = [*table, *filter(None, arguments.split(", "))]
+    texts = ", ".join(misspelt(name, known) for name in unknown)
+    if all(nearest_to(name, known) for name in unknown):
+        rest = ": docs/reference/options.md has all"
+    else:
+        rest = f", must be one of: {', '.join(table)}" + (f"; or an argument: {arguments}" if arguments else "")
+    raise ConfigError(f"unknown {'option' if len(unknown) == 1 else 'options'} {texts}{rest}")
 
 
 def _check_patience(options: Options) -> None:

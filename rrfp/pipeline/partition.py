@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rrfp.compute.buffers import writes_buffers_in_forward
-from rrfp.compute.loss_module import LossFunction, class_name, losses_by_stage, with_loss
+from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
 from rrfp.compute.without_values import without_values
 from rrfp.core.ready_set import ForcedOrder

@@ -19,8 +19,8 @@ from weakref import WeakSet
 from torch.amp import GradScaler
 
 from rrfp.arbiter.loop import LoopTime
-from rrfp.compute.nondeterminism import check_torch, device_types
-from rrfp.compute.thread_modes import out_of_reach
+from rrfp.compute.caller_context import out_of_reach
+from rrfp.compute.determinism import check_torch, device_types
 from rrfp.compute.tracebacks import print_no_traceback
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
@@ -454,6 +454,8 @@ class Session:
             self._fail(error)
             with suppress(PipelineAborted):
                 await self._close_ranks()
+            if isinstance(error, PipelineAborted):
+                await self._wait_for_failed_process(error)
             raise
         ranks.delivery.begin(self._training_step)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rrfp import timeouts
 from rrfp.compute.tracebacks import place_of, trim
-from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError, RrfpError
+from rrfp.errors import ConfigError, Origin, PeerLostError, PipelineAborted, ProtocolError, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Task
 from rrfp.model.topology import Topology
@@ -223,7 +223,8 @@ def _origin(topology: Topology, rank: int, task: str | None, cause: str) -> Orig
 def describe(error: BaseException) -> str:
     """One text, whatever the exception does: it may be huge, no valid Unicode, or raise in ``str``. With its notes."""
     try:
-        text = "; ".join(filter(None, map(str, (error, *getattr(error, "__notes__", ())))))
+        said = error.faults if isinstance(error, ConfigError) and error.faults else (error,)
+        text = "; ".join(filter(None, map(str, (*said, *getattr(error, "__notes__", ())))))
     except Exception as broken:
         text = f"(str() failed: {type(broken).__name__})"
     name = type(error).__name__

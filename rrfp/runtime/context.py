@@ -9,11 +9,11 @@ from typing import Literal, Protocol
 
 from rrfp import timeouts
 from rrfp.arbiter.loop import LoopTime
-from rrfp.compute.devices.base import Device
-from rrfp.compute.gradients.tied import TiedGradients
+from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.stage_core import StageCore
+from rrfp.devices.base import Device
 from rrfp.errors import Origin, PeerLostError, ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph

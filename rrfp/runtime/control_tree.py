@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rrfp.compute.gradients.tie_copies import Tie
+from rrfp.compute.gradients.ties import Tie
 from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.compute.gradients.tied import Pieces, TiedGradients
+from rrfp.compute.gradients.ties import Pieces, Tie, TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.errors import ProtocolError
 from rrfp.model.names import named

@@ -19,7 +19,7 @@ from rrfp.model.tasks import Kind, StepId, Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, delivering, sending_at_once
-from rrfp.transports.rate_limited_log import RateLimitedLog
+from rrfp.transports.links.rate_limited_log import RateLimitedLog
 
 logger = get_logger(__name__)
 

@@ -205,10 +205,7 @@ class StageRunner:
         self._abort.fail(explain_shortage(error, self._settings.device, self.core.holding), task)
 
     async def wait_for_failed_process(self, origin: Origin) -> bool:
-        """Where a failure began elsewhere, log that, and wait until the process of ``origin`` has ended.
-
-        A lost process has ended already, or is stopped and will not end. Returns whether it was logged.
-        """
+        """Where a failure began elsewhere, log that, and wait for the end of that process; whether it was logged."""
         rank = origin.stage if origin.rank is None else origin.rank
         why = "; ".join(filter(None, (str(origin), advice_for(origin))))
         return await self.health.let_end(rank, why, is_lost=origin.cause.startswith(f"{PeerLostError.__name__}: "))

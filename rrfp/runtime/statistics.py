@@ -6,9 +6,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from rrfp.compute.devices.base import Device
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Holding, Peaks
+from rrfp.devices.base import Device
 from rrfp.model.topology import Topology
 from rrfp.transports.base import Transport, TransportStatistics
 

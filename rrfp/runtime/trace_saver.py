@@ -21,6 +21,7 @@ from rrfp.host import ProcessIdentity, boot_id, namespace
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
+from rrfp.plain import or_none, whole
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
@@ -109,8 +110,7 @@ class TraceRequest:
         text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
         if type(text) is not str or not text:
             raise ConfigError(f"path is {path!r}, must be the name of a file")
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ConfigError(f"steps is {steps!r}, must be an integer >= 1, or None for all that are kept")
+        steps = or_none(whole, "steps", steps, 1)
         if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
             raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
         return cls(text, steps, None if replica == "all" else replica)

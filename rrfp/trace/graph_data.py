@@ -6,6 +6,7 @@ from typing import Any
 
 from rrfp.model import plain_graph
 from rrfp.model.graph import TaskGraph
+from rrfp.plain import value_error, whole
 from rrfp.trace.spans import Skip
 
 #: The argument of a run's name that has its graph, and that of a step that has the skipped virtual stages.
@@ -36,12 +37,9 @@ def skipped_from_plain(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
             f"args.{SKIPPED} is {reprlib.repr(plain)}, must be lists of microbatches by virtual stage: "
             f"{', '.join(numbers) or 'none, as the run has no graph'}"
         )
-    skips = []
-    for name, microbatches in plain.items():
-        for microbatch in microbatches if isinstance(microbatches, list) else [None]:
-            if type(microbatch) is not int or microbatch < 0:
-                raise ValueError(
-                    f"args.{SKIPPED}.{name} is {reprlib.repr(microbatches)}, must be a list of microbatches"
-                )
-            skips.append((microbatch, numbers[name]))
+    skips = (
+        (whole(f"args.{SKIPPED}.{name}", microbatch, error=value_error), numbers[name])
+        for name, microbatches in plain.items()
+        for microbatch in (microbatches if isinstance(microbatches, list) else [None])
+    )
     return tuple(sorted(skips))

@@ -4,14 +4,21 @@ Not the Chrome form: that begins each run at 0, rounds to nanoseconds and draws 
 known, while `merge` needs every rank's spans on the common clock and either end of a message.
 """
 
-import math
-import reprlib
+from __future__ import annotations
+
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.tasks import Task
+from rrfp.plain import number, shown, value_error, whole
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+
+_whole = partial(whole, error=value_error)
+_stage, _peak, _microbatch, _v = (partial(_whole, name) for name in ("stage", "peak", "microbatch", "virtual stage"))
+_time = partial(number, "time", error=value_error)
+_size = partial(number, "size", least=0, error=value_error)
 
 
 def to_plain(trace: StepTrace) -> dict[str, Any]:
@@ -36,53 +43,34 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
 def from_plain(data: Any) -> StepTrace:
     """Read `to_plain`'s data back."""
     return StepTrace(
-        step=_whole(data["step"]),
+        step=_whole("step", data["step"]),
         start=_time(data["start"]),
         end=_time(data["end"]),
         tasks=tuple(
-            TaskSpan(_whole(stage), Task.parse(task), *_read_times(times)) for stage, task, *times in data["tasks"]
+            TaskSpan(_stage(stage), Task.parse(task), *_read_times(times)) for stage, task, *times in data["tasks"]
         ),
         waits=tuple(
-            WaitSpan(_whole(stage), _cause(cause), _time(start), _time(end))
+            WaitSpan(_stage(stage), _cause(cause), _time(start), _time(end))
             for stage, cause, start, end in data["waits"]
         ),
         messages=tuple(
             MessageSpan(
-                *(_whole(source), _whole(target), Task.parse(task)),
-                *(_time_or_none(sent), _time_or_none(arrived), _whole(num_bytes)),
+                *(_stage(source), _stage(target), Task.parse(task)),
+                *(_time_or_none(sent), _time_or_none(arrived), _whole("num_bytes", num_bytes)),
             )
             for source, target, task, sent, arrived, num_bytes in data["messages"]
         ),
-        dropped=_whole(data["dropped"]),
-        peaks=tuple(StagePeaks(_whole(stage), Peaks(*map(_whole, peaks))) for stage, *peaks in data["peaks"]),
-        skipped=tuple((_whole(microbatch), _whole(v)) for microbatch, v in data["skipped"]),
+        dropped=_whole("dropped", data["dropped"]),
+        peaks=tuple(StagePeaks(_stage(stage), Peaks(*map(_peak, peaks))) for stage, *peaks in data["peaks"]),
+        skipped=tuple((_microbatch(microbatch), _v(v)) for microbatch, v in data["skipped"]),
         sizes=None if data["sizes"] is None else tuple(map(_size, data["sizes"])),
     )
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{reprlib.repr(value)} is no whole number from 0 on")
-    return value
-
-
 def _cause(value: Any) -> WaitCause:
     if not isinstance(value, str):  # the enumeration would show it, however deep it is
-        raise TypeError(f"{reprlib.repr(value)} is no cause")
+        raise TypeError(f"{shown(value)} is no cause")
     return WaitCause(value)
-
-
-def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{reprlib.repr(value)} is no time")
-    time: float = value
-    return time
-
-
-def _size(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"{reprlib.repr(value)} is no size")
-    return float(value)
 
 
 def _time_or_none(value: Any) -> float | None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers, which do not run __getattr__: `as` marks a public name.
 if TYPE_CHECKING:
-    from rrfp.transports.announcements import Announcement as Announcement
+    from rrfp.devices.copies import DeviceCopies as DeviceCopies
+    from rrfp.devices.copies import SharesDeviceMemory as SharesDeviceMemory
     from rrfp.transports.base import Channel as Channel
     from rrfp.transports.base import DeliversMessages as DeliversMessages
     from rrfp.transports.base import LendsMemory as LendsMemory
@@ -24,29 +25,29 @@ if TYPE_CHECKING:
     from rrfp.transports.base import Transport as Transport
     from rrfp.transports.base import TransportContext as TransportContext
     from rrfp.transports.base import TransportStatistics as TransportStatistics
-    from rrfp.transports.device_copies import DeviceCopies as DeviceCopies
-    from rrfp.transports.device_copies import SharesDeviceMemory as SharesDeviceMemory
-    from rrfp.transports.flow import HomeLoop as HomeLoop
-    from rrfp.transports.flow import Inbox as Inbox
-    from rrfp.transports.flow import Window as Window
-    from rrfp.transports.flow import cost_of as cost_of
-    from rrfp.transports.pool import BufferPool as BufferPool
+    from rrfp.transports.links.flow import HomeLoop as HomeLoop
+    from rrfp.transports.links.flow import Inbox as Inbox
+    from rrfp.transports.links.flow import Window as Window
+    from rrfp.transports.links.flow import cost_of as cost_of
+    from rrfp.transports.links.pool import BufferPool as BufferPool
     from rrfp.transports.registry import create_transport as create_transport
     from rrfp.transports.rendezvous import LocalRendezvous as LocalRendezvous
     from rrfp.transports.rendezvous import StoreRendezvous as StoreRendezvous
     from rrfp.transports.secret import Secret as Secret
-    from rrfp.transports.tensor_bytes import allocate as allocate
-    from rrfp.transports.tensor_bytes import as_bytes as as_bytes
-    from rrfp.transports.tensor_bytes import check_sendable as check_sendable
-    from rrfp.transports.tensor_bytes import from_buffer as from_buffer
-    from rrfp.transports.wire import MAX_HEADER_BYTES as MAX_HEADER_BYTES
-    from rrfp.transports.wire import Codec as Codec
-    from rrfp.transports.wire import Sealed as Sealed
-    from rrfp.transports.wire import copy_body as copy_body
+    from rrfp.transports.wire.announcements import Announcement as Announcement
+    from rrfp.transports.wire.codec import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+    from rrfp.transports.wire.codec import Codec as Codec
+    from rrfp.transports.wire.codec import Sealed as Sealed
+    from rrfp.transports.wire.codec import copy_body as copy_body
+    from rrfp.transports.wire.tensor_bytes import allocate as allocate
+    from rrfp.transports.wire.tensor_bytes import as_bytes as as_bytes
+    from rrfp.transports.wire.tensor_bytes import check_sendable as check_sendable
+    from rrfp.transports.wire.tensor_bytes import from_buffer as from_buffer
 
 #: Every public name, by the module that defines it.
 _PUBLIC = {
-    "rrfp.transports.announcements": ("Announcement",),
+    "rrfp.devices.copies": ("DeviceCopies", "SharesDeviceMemory"),
+    "rrfp.transports.wire.announcements": ("Announcement",),
     "rrfp.transports.base": (
         "Channel",
         "DeliversMessages",
@@ -61,14 +62,13 @@ _PUBLIC = {
         "TransportContext",
         "TransportStatistics",
     ),
-    "rrfp.transports.device_copies": ("DeviceCopies", "SharesDeviceMemory"),
-    "rrfp.transports.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
-    "rrfp.transports.pool": ("BufferPool",),
+    "rrfp.transports.links.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
+    "rrfp.transports.links.pool": ("BufferPool",),
     "rrfp.transports.registry": ("create_transport",),
     "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),
     "rrfp.transports.secret": ("Secret",),
-    "rrfp.transports.tensor_bytes": ("allocate", "as_bytes", "check_sendable", "from_buffer"),
-    "rrfp.transports.wire": ("MAX_HEADER_BYTES", "Codec", "Sealed", "copy_body"),
+    "rrfp.transports.wire.tensor_bytes": ("allocate", "as_bytes", "check_sendable", "from_buffer"),
+    "rrfp.transports.wire.codec": ("MAX_HEADER_BYTES", "Codec", "Sealed", "copy_body"),
 }
 
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}

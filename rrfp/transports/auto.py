@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
-from rrfp.errors import RrfpError
+from rrfp.devices.copies import SharesDeviceMemory
+from rrfp.errors import ConfigError, RrfpError, TransportClosedError
 from rrfp.log import get_logger
-from rrfp.transports.base import Channel, Deliver, Loan, Message, Transport, TransportContext
-from rrfp.transports.by_peer import ByPeerTransport
-from rrfp.transports.device_copies import SharesDeviceMemory
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.base import Channel, Deliver, Loan, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.links.flow import CLOSED, HomeLoop, background
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host
@@ -25,32 +26,36 @@ _log = get_logger(__name__)
 
 
 def auto_transport(context: TransportContext) -> Transport:
-    """The best transport for each peer: inproc in one process, shm in one host, otherwise zmq over tcp.
-
-    A rank whose device's memory can be shared between processes gets `cuda_ipc`, which uses these for all else.
-    """
-    if isinstance(context.rendezvous, LocalRendezvous) or not isinstance(context.copies, SharesDeviceMemory):
-        return host_transport(context)
+    """The best transport for each peer, as a plugin's factory makes it."""
+    if isinstance(context.rendezvous, LocalRendezvous):
+        return InprocTransport(context)
+    if not isinstance(context.copies, SharesDeviceMemory):
+        return AutoTransport(context)
     from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 
     return CudaIpcTransport(context)
 
 
-def host_transport(context: TransportContext) -> Transport:
-    """The best transport for each peer among those between host memories."""
-    return InprocTransport(context) if isinstance(context.rendezvous, LocalRendezvous) else AutoTransport(context)
+async def host_transports(context: TransportContext, home: HomeLoop, deadline_s: float) -> Sequence[Transport]:
+    """The best transports between host memories, each with its part of the peers."""
+    if isinstance(context.rendezvous, LocalRendezvous):
+        return (InprocTransport(context),)
+    choice = HostChoice(context, this_host(context.max_message_bytes))
+    await choice.look(home, deadline_s)
+    log_choice(context.rank, {peer: choice.describe(peer) for peer in context.peers})
+    return tuple(choice.transports(context))
 
 
 def explain() -> str:
-    """The choice that `auto` would make for a rank in this process, in a sentence."""
+    """The choice that `auto` would make for a rank of this process."""
     host = this_host()
     if host.obstacle:
         return f"inproc in one process; zmq between all others, and device tensors staged there, since {host.obstacle}"
     namespaces = ", ".join((host.user_namespace, host.network_namespace, host.pid_namespace))
     return (
         f"inproc in one process; shm with processes of user {host.user} on this host in the namespaces {namespaces}, "
-        "and cuda_ipc with those that can pull tensors from each other's CUDA devices; zmq with all others; device "
-        "tensors staged where they are not pulled (collective, with NCCL, by name only)"
+        "and cuda_ipc with those that can open memory of each other's CUDA devices; zmq with all others; device "
+        "tensors staged where cuda_ipc does not move them (collective, with NCCL, by name only)"
     )
 
 
@@ -64,34 +69,81 @@ def log_choice(rank: int, choices: Mapping[int, str]) -> None:
         _log.info("transport of rank %d: %s", rank, text)
 
 
-class AutoTransport(ByPeerTransport[ShmTransport | ZmqTransport]):
+class AutoTransport(Transport):
     """Between processes: shm with the peers that this rank can share memory with, zmq with the others.
 
     Args:
         context: this rank, its peers and the limits.
-        choice: what is known of the peers already; then nothing is published or logged.
     """
 
-    def __init__(self, context: TransportContext, choice: HostChoice | None = None) -> None:
+    def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
-        self._choice = choice
+        self._by_peer: dict[int, ShmTransport | ZmqTransport] = {}
+        self._inners: tuple[ShmTransport | ZmqTransport, ...] = ()
+        self._receiving: dict[ShmTransport | ZmqTransport, asyncio.Task[Message]] = {}
+        self._started = False
+        self._closed = False
 
     def _host(self) -> Host:
         return this_host(self.context.max_message_bytes)
 
-    async def _choose(self, home: HomeLoop, deadline_s: float) -> Sequence[ShmTransport | ZmqTransport]:
-        context, choice = self.context, self._choice
-        if choice is None:
-            choice = HostChoice(context, self._host())
-            await choice.look(home, deadline_s)
+    async def start(self) -> None:
+        """Choose a transport for each peer, and start those; see `Transport.start`."""
+        if self._started or self._closed:
+            raise TransportClosedError("a transport starts once")
+        self._started = True
+        context, home = self.context, HomeLoop()
+        choice = HostChoice(context, self._host())
+        try:
+            await choice.look(home, home.loop.time() + context.connect_timeout_s)
             self._check_open()
             log_choice(context.rank, {peer: choice.describe(peer) for peer in context.peers})
-        return tuple(choice.transports(context))
+            self._inners = tuple(choice.transports(context))
+            self._by_peer = {peer: inner for inner in self._inners for peer in inner.context.peers}
+            await asyncio.gather(*(inner.start() for inner in self._inners))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed or not self._started:
+            raise TransportClosedError(CLOSED if self._started else "the transport is not started")
+
+    def _check_running(self) -> None:
+        self._check_open()
+        if not self._inners:
+            raise TransportClosedError("the transport is not started")
+
+    async def send(self, peer: int, message: Message) -> None:
+        """See `Transport.send`."""
+        self._check_running()
+        inner = self._by_peer.get(peer)
+        if inner is None:
+            raise ConfigError(f"peer is {peer}, must be one of: {', '.join(map(str, self.context.peers))}")
+        await inner.send(peer, message)
 
     def send_at_once(self, peer: int, message: Message) -> bool:
         """See `rrfp.transports.base.SendsAtOnce`."""
         inner = self._by_peer.get(peer)
         return inner is not None and inner.send_at_once(peer, message)
+
+    async def receive(self) -> Message:
+        """See `Transport.receive`."""
+        self._check_running()
+        if len(self._inners) == 1:
+            return await self._inners[0].receive()
+        for inner in self._inners:
+            if inner not in self._receiving:
+                self._receiving[inner] = background(inner.receive())
+        done, _ = await asyncio.wait(self._receiving.values(), return_when=asyncio.FIRST_COMPLETED)
+        self._check_open()
+        inner = min((each for each, task in self._receiving.items() if task in done), key=self._is_later)
+        return self._receiving.pop(inner).result()
+
+    def _is_later(self, inner: ShmTransport | ZmqTransport) -> bool:
+        """Whether its message waits behind another one's control message or error."""
+        task = self._receiving[inner]
+        return task.exception() is None and task.result().channel is not Channel.CONTROL
 
     def deliver_to(self, deliver: Deliver) -> None:
         """See `rrfp.transports.base.DeliversMessages`."""
@@ -107,6 +159,31 @@ class AutoTransport(ByPeerTransport[ShmTransport | ZmqTransport]):
         """See `rrfp.transports.base.LendsMemory`."""
         inner = self._by_peer.get(peer)
         return inner.lend(peer, channel, sizes) if isinstance(inner, ShmTransport) else None
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._closed = True
+        await asyncio.gather(*(inner.close() for inner in self._inners))
+        self._end_receiving()
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self._closed = True
+        for inner in self._inners:
+            inner.abort()
+        self._end_receiving()
+
+    def _end_receiving(self) -> None:
+        for task in self._receiving.values():
+            task.cancel()
+
+    def statistics(self) -> TransportStatistics:
+        """See `Transport.statistics`: the sums."""
+        parts = [inner.statistics() for inner in self._inners]
+        totals: dict[str, Any] = {
+            field.name: sum(getattr(part, field.name) for part in parts) for field in fields(TransportStatistics)
+        }
+        return TransportStatistics(**totals)
 
 
 def _outcome(receiving: asyncio.Task[Message]) -> Message | RrfpError:

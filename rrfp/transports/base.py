@@ -48,7 +48,7 @@ from rrfp.transports.secret import Secret, check_security
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rrfp.transports.device_copies import DeviceCopies
+    from rrfp.devices.copies import DeviceCopies
 
 
 Plain = None | bool | int | float | str | bytes | Sequence["Plain"] | Mapping[str, "Plain"]
@@ -204,6 +204,11 @@ class TransportContext:
 
     def __post_init__(self) -> None:
         check_security(self.secret, allow_insecure=self.allow_insecure)
+
+    @property
+    def tensor_peers(self) -> tuple[int, ...]:
+        """The peers with which tensors are exchanged: all, or those of ``data_peers``."""
+        return self.peers if self.data_peers is None else tuple(peer for peer in self.peers if peer in self.data_peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +383,8 @@ def sending_at_once(transport: Transport) -> SendsAtOnce | None:
 
 
 def _fits(transport: object, shortcut: str, method: str) -> bool:
-    """Whether no class replaces ``method`` that leaves the ``shortcut`` of a class above it.
-
-    A class derived from a transport with shortcuts may change ``send`` or ``receive`` alone, to delay or count
-    messages; a shortcut would bypass its method.
-    """
+    """Whether no class derived from the one with ``shortcut`` replaces ``method`` alone."""
+    # It may change ``send`` or ``receive`` alone, to delay or count messages, and a shortcut would bypass that.
     classes = type(transport).__mro__
     defined = [next((i for i, each in enumerate(classes) if name in vars(each)), -1) for name in (shortcut, method)]
     return defined[0] <= defined[1]

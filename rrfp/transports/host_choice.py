@@ -15,7 +15,7 @@ import msgpack
 from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.transports.base import TransportContext
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, try_slot
@@ -48,20 +48,12 @@ class _Published:
 
 
 class HostChoice:
-    """Chooses shm or zmq for each peer.
-
-    Args:
-        context: this rank and its peers.
-        host: of this process.
-        sharing: the way in which its device's memory is shared; empty if it is not.
-
-    Attributes:
-        obstacles: for each peer, why this rank cannot share host memory with it; empty where it can.
-        sharing: of each peer.
-    """
+    """Chooses shm or zmq for each peer."""
 
     def __init__(self, context: TransportContext, host: Host, sharing: str = "") -> None:
+        #: For each peer, why this rank cannot share host memory with it; empty where it can.
         self.obstacles: dict[int, str] = {}
+        #: The way in which each peer shares its device's memory; empty if it does not. ``sharing`` is this rank's.
         self.sharing: dict[int, str] = {}
         self._context = context
         self._own = host
@@ -102,7 +94,7 @@ class HostChoice:
         return obstacle
 
     def transports(self, context: TransportContext) -> Iterator[ShmTransport | ZmqTransport]:
-        """The transports for the peers of ``context``, each with its part of them: at least one."""
+        """One transport or more, each with its part of the context's peers."""
         shared = tuple(peer for peer in context.peers if not self.obstacles[peer])
         others = tuple(peer for peer in context.peers if self.obstacles[peer])
         if shared:
@@ -118,7 +110,7 @@ class HostChoice:
 
 
 async def lookup_peer(context: TransportContext, peer: int, key: str, deadline_s: float) -> bytes:
-    """What ``peer`` published; a TransportError that names it if there is nothing until the deadline."""
+    """What ``peer`` published; a TransportError that names it after the deadline."""
     timeout_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
     try:
         return await context.rendezvous.lookup(key, timeout_s)

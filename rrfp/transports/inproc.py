@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rrfp.devices.copies import DeviceCopies, held_by, with_copies
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.device_copies import DeviceCopies, held_by, with_copies
-from rrfp.transports.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
-from rrfp.transports.pool import BufferPool
+from rrfp.transports.links.flow import CLOSED, HomeLoop, Inbox, Window, cost_of
+from rrfp.transports.links.pool import BufferPool
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.tensor_bytes import as_bytes, check_sendable, copy_bytes, from_buffer
-from rrfp.transports.wire import copy_body
+from rrfp.transports.wire.codec import copy_body
+from rrfp.transports.wire.tensor_bytes import as_bytes, check_sendable, copy_bytes, from_buffer
 
 
 class _Outbound:
-    """One channel to one peer: the senders' lock, and the bytes that the peer has yet to consume."""
+    """One channel to one peer, and its senders' turn."""
 
     def __init__(self, limit: int, home: HomeLoop) -> None:
         self.turn = asyncio.Lock()
@@ -55,7 +55,7 @@ class PeerEnd:
         self.inbox.put(message, partial(window.release, cost), first=message.channel is Channel.CONTROL)
 
     def on_peer_left(self, peer: int, reason: str, *, lost: bool) -> None:
-        """Fail sends to ``peer``; if it is ``lost`` instead of closed, ``receive`` raises, after its messages."""
+        """Fail sends to ``peer``; if it is ``lost``, ``receive`` raises too."""
         error = PeerLostError(peer, reason)
         self.fail(error, peer)
         if lost:
@@ -69,11 +69,10 @@ class PeerEnd:
 
 
 class Hub:
-    """The ends that share one rendezvous object, by (run id, restart, rank), on any number of threads.
+    """The ends that share one rendezvous object, by (run id, restart, rank), on any number of threads."""
 
-    The hub, the inbox of an end and the windows of its peers have a lock each, and no lock is acquired while another is
-    held, so they cannot deadlock.
-    """
+    # The hub, the inbox of an end and the windows of its peers have a lock each, and no lock is acquired while another
+    # is held, so they cannot deadlock.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -124,10 +123,9 @@ SLICE_BYTES = 1 << 20
 
 
 class InprocTransport(Transport):
-    """The reference transport, between the ranks of one process, on one event loop or several.
+    """The reference transport, between the ranks of one process, on one event loop or several."""
 
-    A peer is lost when its end is aborted, or when its loop ends before the end was closed.
-    """
+    # A peer is lost when its end is aborted, or when its loop ends before the end was closed.
 
     name = "inproc"
 
@@ -225,7 +223,7 @@ class InprocTransport(Transport):
         self._peers[peer].deliver(message, window, cost)
 
     async def _copies_of(self, message: Message, target: DeviceCopies | None) -> tuple[Tensor | None, ...]:
-        """Copies of all tensors; of a device's on that of ``target``, or on the CPU where the peer has none."""
+        """Copies of all tensors, on the device of ``target`` or on the CPU."""
         tensors: Sequence[Tensor | None] = message.tensors
         copies = self.context.copies
         for tensor in tensors:
@@ -238,7 +236,7 @@ class InprocTransport(Transport):
         return tuple([t if i in on_device else await self._copy(t) for i, t in enumerate(tensors)])
 
     async def _copy(self, tensor: Tensor | None) -> Tensor | None:
-        """A dense leaf with its own memory. Copying a large one yields to the loop every `SLICE_BYTES`."""
+        """A dense leaf with its own memory; yields every `SLICE_BYTES`."""
         if tensor is None:
             return None
         if tensor.numel() * tensor.itemsize <= SLICE_BYTES and not (tensor.is_conj() or tensor.is_neg()):
@@ -259,7 +257,7 @@ class InprocTransport(Transport):
         return message
 
     async def close(self) -> None:
-        """Wait for copies under way, then leave; the messages sent stay in the peers' inboxes."""
+        """See `Transport.close`; waits for copies under way."""
         if self._end is None or self._closed:
             self._closed = True
             return

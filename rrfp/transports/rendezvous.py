@@ -18,7 +18,7 @@ from rrfp import timeouts
 from rrfp.errors import ConfigError, TransportError
 from rrfp.model.topology import Topology
 from rrfp.transports.base import TransportContext
-from rrfp.transports.flow import settle
+from rrfp.transports.links.flow import settle
 
 _Result = TypeVar("_Result")
 
@@ -131,7 +131,7 @@ class StoreRendezvous:
 
 
 async def publish_in_time(context: TransportContext, key: str, value: bytes) -> None:
-    """Publish a value within ``connect_timeout_s``; raises a TransportError if the rendezvous fails or takes longer."""
+    """Publish a value within ``connect_timeout_s``, or raise a TransportError."""
     try:
         async with asyncio.timeout(context.connect_timeout_s):
             await context.rendezvous.publish(key, value)
@@ -186,14 +186,14 @@ async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:
 
 
 def start_daemon(serve: Callable[[], None], name: str) -> None:
-    """Run ``serve`` on a thread that the end of the process does not wait for."""
+    """Run ``serve`` on a thread that no exit waits for."""
     threading.Thread(target=serve, name=name, daemon=True).start()
 
 
 async def in_thread(
     function: Callable[[], _Result], start: Callable[[Callable[[], None], str], None] = start_daemon
 ) -> _Result:
-    """Run a blocking ``function`` in a thread of its own. Cancelled, it continues and its result is dropped."""
+    """Run a blocking ``function`` in a thread. Cancelled, its result is dropped."""
     # Not the loop's executor: closing a loop waits for its threads, and a store that hangs would hang the exit.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()

@@ -114,7 +114,7 @@ class Secret:
 
 
 def vouch(secret: Secret | None, value: bytes, *parts: str | int | bytes) -> bytes:
-    """``value`` as it is written to the rendezvous store: with a voucher over ``parts`` and itself, given a secret."""
+    """``value`` for the rendezvous store: with a voucher, given a secret."""
     return value if secret is None else _VOUCHED + secret.mac(*parts, value) + value
 
 

@@ -48,10 +48,11 @@ def test_make_gpu_test_writes_every_outcome_and_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
-    text, _ = make("gpu-test", tmp_path, timeout_s=590.0)
-    assert re.fullmatch(r"\d+ passed, 1 skipped; exit status 0", text.splitlines()[-1])
+    text, _ = make("gpu-test", tmp_path, timeout_s=1190.0)
+    # Of the checks of lanes: 15 need room for an offer, which a device's lane lacks, and one needs a depth of 2.
+    assert re.fullmatch(r"\d+ passed, 16 skipped; exit status 0", text.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -59,13 +60,15 @@ def test_make_gpu_test_runs_every_test_on_the_double(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
     text, told = make("gpu-bench", tmp_path, arguments="--json")
-    for part in ("gaps (", "host (", "staging (", "processes (", "step ("):
+    for part in ("gaps (", "launches (", "host (", "staging (", "processes (", "step (", "two ("):
         assert f"\n{part}" in text
     for line in (
         "    depth 2: ",
         "    a fork of the generators, CPU and device: ",
         "    rank to rank, zmq, ",
         "    process to process, cuda_ipc, ",
+        "    into a busy process, cuda_ipc, ",
+        "    a step of two processes over cuda_ipc: ",
     ):
         assert line in text
     assert "at most" not in text  # an aim means nothing on the double
@@ -73,8 +76,33 @@ def test_make_gpu_bench_writes_every_part(tmp_path: Path) -> None:
     assert document["failed"] == []
     assert set(document["gaps"]["by_depth"]) == {"1", "2"}
     assert {rate["way"] for rate in document["staging"]} >= {"device to host", "rank to rank, inproc"}
-    assert document["processes"]["is_pulled"]
+    assert document["processes"]["has_slots"]
     assert {rate["way"] for rate in document["processes"]["rates"]} == {"cuda_ipc", "shm"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_make_gpu_all_goes_on_after_a_part_that_fails_and_writes_as_it_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "gpu-all"
+    (folder / "04-tests.txt").mkdir(parents=True)  # so that part 4 cannot write
+    variables = [f"PYTHON={sys.executable}", "DEVICE=double", f"GPU_OUT={tmp_path}", "ARGS=--only 1 4 7"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "gpu-all", *variables],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=190,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    summary = (folder / "summary.txt").read_text()
+    numbered = re.findall(r"^(\d+)\. .*\n   (exit code \d+), \d+ s, (.*)$", summary, re.MULTILINE)
+    assert [line[0] for line in numbered] == ["4", "7"]  # 1 asks a GPU
+    assert numbered[0][1] != "exit code 0"
+    assert numbered[1][1:] == ("exit code 0", "07-tests.txt")
+    assert (folder / "07-tests.txt").read_text().splitlines()[-1] == "3 passed; exit status 0"
 
 
 @pytest.mark.slow

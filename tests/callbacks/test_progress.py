@@ -111,5 +111,5 @@ def test_it_follows_a_real_run() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "many"])
 def test_impossible_steps_are_refused(steps: Any) -> None:
-    with pytest.raises(ConfigError, match=r"steps is .*, must be an integer >= 1, or None"):
+    with pytest.raises(ConfigError, match=r"steps is .*, must be a whole number >= 1, or None"):
         Progress(steps)

@@ -55,6 +55,11 @@ def test_a_misspelt_option_is_answered_with_the_most_similar_one() -> None:
     assert result.stderr == "rrfp: No such option: --hnt (did you mean --hint?) (see rrfp sweep --help)\n"
 
 
+def test_an_option_that_is_like_no_other_is_answered_with_none() -> None:
+    result = rrfp("simulate", "--png", "a.png", "--profile", "multimodal")
+    assert (result.exit_code, result.stderr) == (2, "rrfp: No such option: --png (see rrfp simulate --help)\n")
+
+
 SEVERAL = {
     "options of the sibling, a hint and a missing option": (
         ("simulate", "--hint", "nope", "--chunks", "2", "--seeds", "0"),
@@ -92,7 +97,7 @@ SEVERAL = {
     ),
     "a range and a type": (
         ("sweep", "--profile", "llm", "--hint", "bf", "--seed", "-1", "--jobs", "x", "--nope=3"),
-        ["No such option: --nope", "--seed is -1, must be at least 0", "Invalid value for '--jobs'"],
+        ["No such option: --nope", "--seed is -1, must be a whole number >= 0", "Invalid value for '--jobs'"],
     ),
     "a missing value": (
         ("simulate", "--hint", "nope", "--costs"),

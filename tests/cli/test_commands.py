@@ -234,11 +234,18 @@ def test_check_of_something_that_is_no_transport() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, "0123456789abcdef" * 2])
-def test_the_check_of_a_transport_gives_it_what_tcp_needs(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+def test_the_check_of_a_transport_gives_it_what_tcp_needs(
+    monkeypatch: pytest.MonkeyPatch, secret: str | None, tmp_path: Path
+) -> None:
     if secret is not None:
         monkeypatch.setenv("RRFP_SECRET", secret)
+    path = tmp_path / "tcp.py"
+    path.write_text(
+        "from rrfp.transports.zmq.transport import ZmqTransport\n"
+        "def over_tcp(context):\n    return ZmqTransport(context, '127.0.0.1')\n"
+    )
     chosen = ("--only", "every_field_arrives", "--only", "three_ranks")
-    result = rrfp("check", "transport", "collective", *chosen, "--json")
+    result = rrfp("check", "transport", f"{path}:over_tcp", *chosen, "--json")
     answer = json.loads(result.stdout)
     assert [(check["name"], check["outcome"]) for check in answer["checks"]] == [
         ("every_field_arrives", "ok"),

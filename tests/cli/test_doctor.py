@@ -10,7 +10,8 @@ import torch
 from cli.shell import rrfp, rrfp_process
 
 from rrfp.commands import doctor
-from rrfp.commands.doctor import Gpu, GpuReport, sharing_obstacle
+from rrfp.commands.doctor import Gpu, GpuReport, costly_settings, sharing_obstacle
+from rrfp.devices.sharing import SharedMemory
 from rrfp.lab.device_double import DoubleDevice, DoubleSharing
 
 
@@ -97,7 +98,7 @@ def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.Monk
 
 def test_the_doctor_tries_whether_a_device_can_share_its_memory() -> None:
     class Without(DoubleSharing):
-        def share(self, tensor: torch.Tensor) -> tuple[dict[str, object], object]:
+        def allocate(self, num_bytes: int) -> SharedMemory:
             raise OSError("operation\nnot supported")
 
     with DoubleDevice() as device:
@@ -106,3 +107,11 @@ def test_the_doctor_tries_whether_a_device_can_share_its_memory() -> None:
         assert sharing_obstacle(device) == "its memory cannot be shared (OSError: operation not supported)"
         device.sharing = None  # type: ignore[assignment]
         assert sharing_obstacle(device) == "its memory cannot be shared between processes"
+
+
+def test_the_doctor_warns_of_settings_that_cost() -> None:
+    few = costly_settings({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert list(few) == ["connections"]
+    assert "'1'" in few["connections"]
+    assert few["connections"].endswith("unset it, or take 32")
+    assert costly_settings({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) == costly_settings({}) == {}

@@ -53,6 +53,11 @@ def test_the_rows_of_a_section_are_the_options_of_the_command(name: str) -> None
     assert rows(SECTIONS[f"`{name}`"]) == own
 
 
+@pytest.mark.parametrize("name", SECTIONS)
+def test_no_code_is_nested_in_code(name: str) -> None:
+    assert "``" not in SECTIONS[name].replace("```", "")
+
+
 def test_the_common_options_are_those_of_the_console_script() -> None:
     own = {name for parameter in typer.main.get_command(app).params for name in parameter.opts}
     named = set(re.findall(r"`(--[a-z-]+)`", "\n".join(rows(SECTIONS["All commands"]))))

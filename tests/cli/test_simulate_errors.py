@@ -80,7 +80,7 @@ BAD = {
     "seeds": (("--hint", "bf", "--seeds", "4"), "it is an option of rrfp sweep"),
     "csv": (("--hint", "bf", "--csv", "x.csv"), "it is an option of rrfp sweep"),
     "absent schedule": (("--strict", "no/such.csv"), "strict is 'no/such.csv': cannot be read (No such file"),
-    "no group": (("--hint", "bf", "--tp", "0"), "--tp is 0, must be at least 1"),
+    "no group": (("--hint", "bf", "--tp", "0"), "--tp is 0, must be a whole number >= 1"),
     "coordination alone": (("--hint", "bf", "--coordination", "leader"), "--coordination goes with --tp"),
     "unknown coordination": (
         ("--hint", "bf", "--tp", "2", "--coordination", "x"),
@@ -169,6 +169,15 @@ def test_bad_file_names_the_field(tmp_path: Path, change: dict[str, object], mes
     result = rrfp("simulate", "--costs", path, "--hint", "bf", "--json")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert message in result.stderr
+
+
+def test_each_fault_of_a_file_has_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"colour": 1}))
+    result = rrfp("simulate", "--costs", path, "--hint", "bf")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"rrfp: {path}: ") for line in lines)
 
 
 def test_bad_usage_in_a_shell(tmp_path: Path) -> None:

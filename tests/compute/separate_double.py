@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rrfp.compute.devices.base import Device
+from rrfp.devices.base import Device
 from rrfp.lab.device_double import DoubleDevice
 
 #: A reference to a storage that does not keep it alive; torch has no types for it.

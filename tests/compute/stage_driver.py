@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rrfp import Batch, StageProgram
+from rrfp.compute.loss import gradient_weights
 from rrfp.compute.payload import Payload
 from rrfp.compute.torch_stage import TorchStage
-from rrfp.compute.weighting import gradient_weights
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 

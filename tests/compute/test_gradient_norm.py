@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rrfp
 from rrfp.compute.gradients.norm import clip, combined_norm, local_norm
@@ -141,7 +142,7 @@ def test_a_gradient_in_another_layout_is_refused_by_name() -> None:
         ((1.0, -2.0), r"^norm_type is -2\.0, must be"),
         ((1.0, math.nan), r"^norm_type is nan, must be"),
         ((1.0, 2.0, 1), r"^error_if_nonfinite is 1, must be True or False$"),
-        ((1.0, 2.0, True, "no"), r"^foreach is 'no', must be True, False or None$"),
+        ((1.0, 2.0, True, "no"), r"^foreach is 'no', must be True or False, or None$"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: Any, message: str) -> None:
@@ -165,3 +166,24 @@ def test_an_answer_that_cannot_be_read_is_a_protocol_error(data: bytes) -> None:
     clipping = Clipping(GradientHolder({0: with_gradients()}), 1.0)
     with pytest.raises(ProtocolError, match="share of the gradient norm cannot be read"):
         clipping.clip([clipping.share(), data])
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the values that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_however_many_parameters_there_are() -> None:
+    modules = {v: with_gradients(v, dtype=dtype) for v, dtype in enumerate([torch.float64, torch.float32] * 8)}
+    with Waits() as waits:
+        norm = local_norm(modules)
+    assert waits.count <= 1  # of the norm of all norms, on the CPU
+    each = [float(torch.linalg.vector_norm(g, 2.0, dtype=torch.float64)) for g in gradients(*modules.values())]
+    assert norm == combined_norm(each)  # to the last bit, in the order of parameters

@@ -11,7 +11,7 @@ from runtime.host_device import CudaLike
 from torch import nn
 
 import rrfp
-from rrfp.compute.nondeterminism import CudaSettings, device_types, missing_on_cuda, not_promised
+from rrfp.compute.determinism import CudaSettings, device_types, missing_on_cuda, not_promised
 from rrfp.errors import ConfigError
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from rrfp.compute.calling import Arguments
 from rrfp.compute.payload import Payload
 from rrfp.compute.received import ReadOnly
 from rrfp.errors import ProtocolError, StageError
@@ -79,11 +78,6 @@ def test_a_packed_sequence_arrives_as_one() -> None:
     assert type(found) is PackedSequence
     for left, right in zip(pad_packed_sequence(found), pad_packed_sequence(packed), strict=True):
         assert torch.equal(left, right)
-
-
-def test_a_named_tuple_is_one_argument() -> None:
-    state, x = Hidden(torch.ones(1)), torch.ones(1)
-    assert Arguments.spread([state, (x, state), {"y": 1}]) == Arguments((state, x, state), {"y": 1})
 
 
 def test_other_derived_classes_arrive_as_plain_ones() -> None:

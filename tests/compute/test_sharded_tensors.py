@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rrfp import AdoptedGradients, Batch
-from rrfp.compute.activations import ActivationMeter
-from rrfp.compute.async_tensors import wait_async
 from rrfp.compute.payload import Payload, canonical
 from rrfp.compute.received import Received
 from rrfp.compute.split.backward import SplitBackward, input_gradients
@@ -50,15 +48,16 @@ def perceptron(mesh: DeviceMesh) -> nn.Sequential:
 
 
 def test_a_forward_keeps_this_ranks_part_of_sharded_activations_and_no_weights(perceptron: nn.Sequential) -> None:
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    _, kept = ActivationMeter(perceptron).run(lambda: wait_async(perceptron(x)), "any", [x])
-    assert kept.held == ROWS * (WIDTH + HIDDEN // 2) * FLOAT
+    stage = TorchStage({0: perceptron}, TaskGraph.chain(2))
+    stage.open(TRAIN_2, Batch([torch.randn(ROWS, WIDTH)] * 2, None, None, [0.5, 0.5]))
+    stage.forward(Task(Kind.F, 0, 0), ())
+    assert stage.held_bytes(0, 0) == ROWS * (WIDTH + HIDDEN // 2) * FLOAT
 
 
 def test_what_w_needs_is_this_ranks_part_and_of_no_collective(perceptron: nn.Sequential) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     output = perceptron(x)
-    wait_async(output)
+    canonical(output)
     (gradient,), pending = input_gradients([output], [torch.ones(ROWS, WIDTH)], [x], min_flops=0)
     assert gradient is not None
     assert type(gradient) is Tensor
@@ -106,7 +105,7 @@ def test_the_result_of_a_collective_is_waited_for_before_it_leaves(mesh: DeviceM
 def test_a_stage_that_ends_in_a_collective_hands_over_an_ordinary_tensor(perceptron: nn.Sequential) -> None:
     bare = perceptron(torch.randn(ROWS, WIDTH))
     assert isinstance(bare, AsyncCollectiveTensor)
-    wait_async(bare)
+    canonical(bare)
     stage = TorchStage({0: perceptron}, TaskGraph.chain(2), loss_fn=total)
     stage.open(TRAIN_2, Batch([torch.randn(ROWS, WIDTH)] * 2, None, None, [0.5, 0.5]))
     output = stage.forward(Task(Kind.F, 0, 0), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -187,3 +187,65 @@ async def issued(lane: StreamLane) -> None:
     has_returned = threading.Event()
     lane.enqueue(has_returned.set)
     await asyncio.to_thread(has_returned.wait)
+
+
+async def test_without_times_of_the_device_a_call_has_those_of_the_host(device: DoubleDevice) -> None:
+    lane = StreamLane(device, is_timed=False)
+    lane.start()
+    before = lane.now()
+    execution = await lane.enqueue(lambda: torch.ones(3))
+    assert execution.launched is not None
+    assert before <= execution.started <= execution.launched <= execution.ended <= lane.now()
+    assert execution.ended - execution.started >= 0.01 - 1e-6
+    lane.close()
+    assert device.problems == []
+
+
+class KeepsNothing(DoubleDevice):
+    def keep_noted(self) -> None: ...
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("make", [DoubleDevice, KeepsNothing])
+async def test_what_calls_have_adopted_is_kept_from_a_device_that_has_failed(
+    make: type[DoubleDevice], everywhere: bool
+) -> None:
+    device = make(0.001)
+    lane = StreamLane(device)
+    lane.start()
+    received = [torch.ones(8)]
+
+    def use() -> torch.Tensor:
+        lane.adopt(received)
+        return received[0] + 1
+
+    device.fail(everywhere=everywhere)
+    assert isinstance(await error_of(lane.enqueue(use)), DoubleError)
+    assert isinstance(await error_of(lane.enqueue(use)), DoubleError)
+    received.clear()
+    lane.close()
+    await asyncio.to_thread(device.close)
+    freed = ["32 bytes of noted memory were freed after the device had failed"]
+    assert device.problems == (freed if make is KeepsNothing else [])
+
+
+def suppressed(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+async def test_a_fence_that_fails_keeps_what_was_adopted(device: DoubleDevice) -> None:
+    lane = StreamLane(device)
+    lane.start()
+    device.fail()
+    with device.stream().issuing():
+        torch.ones(3)
+        end = device.current_stream().record()
+    assert isinstance(await asyncio.to_thread(lambda: suppressed(end.synchronize)), DoubleError)
+    with patch.object(device, "keep_noted") as keep_noted:
+        lane.fence()
+    keep_noted.assert_called()
+    lane.close()

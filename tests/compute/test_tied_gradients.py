@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import ABSENT
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.compute.gradients.tied import Pieces, ProcessTies
+from rrfp.compute.gradients.ties import Pieces, ProcessTies, Tie
 from rrfp.errors import StageError
 
 TIE = Tie("it", (0, 1, 2))

@@ -162,8 +162,13 @@ class Joined(nn.Module):
         return (x + y * 3 + z.square() + offset * one)[1:] * view
 
 
+@pytest.mark.parametrize("is_direct", [True, False], ids=["engine", "public functions"])
 @pytest.mark.parametrize("wire", [travelled, shared])
-def test_outputs_that_are_inputs_views_duplicates_or_parameters(wire: Wire) -> None:
+def test_outputs_that_are_inputs_views_duplicates_or_parameters(
+    wire: Wire, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_direct:  # as in a torch without the private name
+        monkeypatch.setattr("rrfp.compute.split.autograd_graph._run_engine", None)
     inputs, targets = batch(4)
     modules = [layer(), Sections(), Joined()]
     check(modules, inputs, [rows[1:] for rows in targets], choose=shuffled(4), wire=wire)

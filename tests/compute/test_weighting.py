@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.compute.weighting import combine_losses, gradient_weights
+from rrfp.compute.loss import combine_losses, gradient_weights
 from rrfp.errors import ConfigError
 
 

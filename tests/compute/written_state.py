@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rrfp import Batch
-from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task
@@ -35,7 +34,7 @@ def run(
     split = "W" in order
     tasks = [Task(Kind(name[0]), int(name[1:]), 0) for name in order.split()]
     count = 1 + max(task.microbatch for task in tasks)
-    in_order = {(Kind.W if split else Kind.B, 0)} | ({(Kind.F, 0)} if writes_buffers_in_forward(module) else set())
+    in_order = {(Kind.W if split else Kind.B, 0)} | ({(Kind.F, 0)} if _is_ordered(module) else set())
     program = TorchStage(
         {0: module}, TaskGraph.chain(1, split=split), loss_fn=loss_fn, in_order=in_order if deterministic else ()
     )
@@ -46,6 +45,10 @@ def run(
                 program.weight(task)
             else:
                 (program.forward if task.kind is Kind.F else program.backward)(task, ())
+
+
+def _is_ordered(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.BatchNorm1d) and part.track_running_stats for part in module.modules())
 
 
 class Stage(nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from rrfp import Execution
-from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.stream import StreamLane, _Issued
 from rrfp.compute.lanes.thread import settle
+from rrfp.devices.base import Device
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.lane_checks import MakeLane, Subject
 

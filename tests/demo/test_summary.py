@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from rrfp.engine.bound import lower_bound
 from rrfp.errors import ConfigError
-from rrfp.lab.demo.report import MethodFigures, Steps
+from rrfp.lab.demo.report import DemoReport, MethodFigures, Steps
 from rrfp.lab.demo.settings import METHODS, DemoSettings
 from rrfp.trace.breakdown import Breakdown
 
@@ -115,6 +117,20 @@ def test_the_step_to_show_is_the_one_of_the_median_speedup() -> None:
         for step, seconds in enumerate(times):
             steps.add(line(method, step, seconds, (0, 0), [1, 1]))
     assert steps.typical_step("bf") == 0  # 30/10 lies between 20/10 and 40/10
+
+
+@pytest.mark.parametrize("overrun_s", [1.0, 40.0])
+def test_a_run_on_busy_cores_says_so(overrun_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = replace(SETTINGS, out=str(tmp_path))
+    (tmp_path / "parts").mkdir()
+    part = {"traces": [], "overrun": {"planned_s": 100.0, "overrun_s": overrun_s}, "weights_sha256": {}}
+    for method in METHODS:
+        for stage in range(2):
+            (tmp_path / "parts" / f"{method}-{stage}.json").write_text(json.dumps(part))
+    DemoReport(settings, steps_of(settings)).show()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"real compute overran it by {overrun_s:.1f}% in sum" in said
+    assert ("the cores were busy, so compare on a quieter machine" in said) == (overrun_s > 5)
 
 
 @pytest.mark.parametrize(

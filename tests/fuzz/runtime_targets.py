@@ -17,7 +17,7 @@ from fuzz.wire_targets import RUN_ID, as_case, context, message
 
 from rrfp import Topology
 from rrfp.commands.top import rows, table_of
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.compute.mailbox import Mailbox
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.errors import ConfigError, FrameError, PeerLostError, ProtocolError, StageError, TransportError
@@ -41,11 +41,11 @@ from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSi
 from rrfp.trace.plain import to_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext
-from rrfp.transports.cuda_ipc.trial import _Trial
+from rrfp.transports.cuda_ipc.transport import _Trial
 from rrfp.transports.host_choice import _Published
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.trial import Host
-from rrfp.transports.wire import Codec
+from rrfp.transports.wire.codec import Codec
 
 WORLD = 7
 
@@ -214,13 +214,13 @@ def _a_publication(random: Random) -> Any:
     verdict: Any = {"ties": [records.to_plain(Tie("a", (0, 1)))], "read": b"digest"}
     if random.random() < 0.4:
         verdict = {"error": random.choice(("ConfigError", "TransportError")), "text": "no", "read": b""}
-    fields = {"process": 5, "descriptor": 7, "inode": 9, "length": 1 << 20}
+    fields = {"process": 5, "descriptor": 7, "inode": 9, "size": 1 << 20}
     return random.choice(
         (
             ["host", [HOST.to_plain(), "rrfp-shm-0-1", "double"]],
             ["settings", settings],
             ["verdict", verdict],
-            ["offer", ["", fields, 5]],
+            ["offer", ["", fields, 1 << 18, 5]],
             ["failed", records.to_plain(FailedStart(1, "ConfigError: no", PROCESS))],
         )
     )
@@ -241,7 +241,9 @@ def _read_publication(case: bytes) -> object:
     if which == b"f":
         return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
-        return outcome(_Trial(context(), _Unreachable(), 0.0)._try(value))  # type: ignore[arg-type]
+        attempt = outcome(_Trial(context(), _Unreachable(), 0, 0.0)._try(value))  # type: ignore[arg-type]
+        assert attempt.reason
+        return attempt
     published = _Published.unpack(0, value)
     return published.pack(), published.host == HOST
 
@@ -266,7 +268,7 @@ class _Unreachable:
 
     check_shared = staticmethod(DoubleSharing().check)
 
-    async def pull(self, shared: Any, specs: Any) -> Any:
+    async def open_shared(self, fields: Any, *, peer: int) -> Any:
         raise OSError("there is none")
 
 

@@ -21,8 +21,8 @@ from fuzz.mutations import MSGPACK, pack
 from fuzz.targets import Target, plain
 
 from rrfp.errors import FrameError
-from rrfp.transports.header_checks import MAX_ITEMS
-from rrfp.transports.wire import MAX_HEADER_BYTES, Codec
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, Codec
+from rrfp.transports.wire.header_checks import MAX_ITEMS
 
 pytestmark = [
     pytest.mark.allow_blocking("decoders run one after the other here, without a turn of the loop between"),

@@ -7,34 +7,33 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from fuzz.mutations import MSGPACK, pack
 from fuzz.targets import Decode, Target, join, parts, plain
 
-from rrfp.compute.devices.cuda_sharing import CudaSharing
+from rrfp.devices.cuda_sharing import CudaSharing
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.lab.device_double import DoubleSharing
 from rrfp.model.tasks import Kind, Mode
 from rrfp.transports import BufferPool
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.carried.announcements import CREDIT, EDGE, FAREWELL, WANT, announced, number_of
-from rrfp.transports.cuda_ipc.announcements import PULLED, SHARED, shared
-from rrfp.transports.flow import Credits, HomeLoop, Window, grant
-from rrfp.transports.header_checks import HeaderChecks
+from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, SlotChannel, Slots
+from rrfp.transports.links.flow import Credits, HomeLoop, Window, grant
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody
 from rrfp.transports.shm.datagrams import pack as pack_datagram
 from rrfp.transports.shm.endpoint import Connected
 from rrfp.transports.shm.inlet import LINK_KINDS
 from rrfp.transports.shm.link import ShmLink
 from rrfp.transports.shm.packets import Packet, PacketSocket
-from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slots import Slot
+from rrfp.transports.shm.state import Copier, TransportState
 from rrfp.transports.shm.transport import PendingConnections
-from rrfp.transports.tensor_bytes import DTYPES
-from rrfp.transports.wire import VERSION, Codec, Sealed
+from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, WANT, announced, number_of
+from rrfp.transports.wire.codec import VERSION, Codec, Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
+from rrfp.transports.wire.tensor_bytes import DTYPES
 from rrfp.transports.zmq.pieces import Assembly, cut
 
 RUN_ID = "run"
@@ -112,19 +111,19 @@ def as_case(tree: Any) -> bytes:
 
 
 def announcing(random: Random) -> dict[str, Any]:
-    """A message whose tensors follow over an edge or are pulled, or another entry of such links."""
+    """A message whose tensors go beside the base transport, or another entry of such links."""
     tree = message(random)
     whole = tree["header"][9]
     specs = [spec if spec is not None and random.random() < 0.7 else None for spec in whole]
     tree["header"][9] = [None if moved is not None else own for own, moved in zip(whole, specs, strict=True)]
     tree["frames"] = [bytes(_bytes_of(own)) for own in tree["header"][9] if own is not None]
-    body: dict[str, Any] = {EDGE: [random.randint(0, 2), specs]}
-    moved = [spec for spec in specs if spec is not None]
-    if random.random() < 0.6:
-        body[SHARED] = [_fields(random, _bytes_of(spec)) for spec in moved]
-    elif random.random() < 0.3:
+    body: dict[str, Any] = {BESIDE: [random.randint(0, 2), specs, random.choice((None, 0, 3, 4))]}
+    if random.random() < 0.3:
         channel = random.choice(CHANNELS)
-        others: list[dict[str, Any]] = [{CREDIT: [channel, 512, 1]}, {WANT: [channel]}, {PULLED: 3}, {FAREWELL: True}]
+        others: list[dict[str, Any]] = [
+            *({CREDIT: [channel, 512, 1]}, {WANT: [channel]}, {FAREWELL: True}),
+            *({ENTRY: [random.randint(0, 2), 1]}, {ENTRY: 2}, {ENTRY: _fields(random)}),
+        ]
         body = random.choice(others)
     tree["header"][10] = body
     return tree
@@ -137,20 +136,11 @@ def _bytes_of(spec: list[Any]) -> int:
     return size
 
 
-def _fields(random: Random, num_bytes: int) -> dict[str, Any] | None:
-    if num_bytes == 0:
-        return None
+def _fields(random: Random) -> dict[str, Any]:
+    """Of shared memory: of the double's, or of CUDA's."""
     if random.random() < 0.5:
-        return {"process": 5, "descriptor": 7, "inode": 9, "length": num_bytes}
-    return {
-        **{
-            "handle": b"\x02c" + bytes(64),
-            "size": 512 * -(-num_bytes // 512),
-            "offset": 0,
-            "counters": b"/torch_1_2_3",
-        },
-        **{"counter": 0, "event": bytes(64), "waits": True, "start": 0, "length": num_bytes},
-    }
+        return {"process": 1, "descriptor": 3, "inode": 5, "size": 4096}
+    return {"handle": bytes(64), "size": 4096}
 
 
 # Decoders.
@@ -322,38 +312,44 @@ def _as_greeting(tree: Any) -> bytes:
     return _as_datagram(tree)[1:]
 
 
+class _Entries:
+    """In place of a link: takes what its channel sends."""
+
+    peer = 0
+
+    def post(self, body: object) -> None:
+        """Nothing."""
+
+
 @contextmanager
 def _announcements() -> Iterator[Decode]:
     codec, home = Codec(context()), HomeLoop()
     windows = {channel: Window(1 << 20, home) for channel in Channel}
     credits = Credits(1 << 20, lambda *_: None)
-    checks = [DoubleSharing().check, CudaSharing(0).check]
+    sharing, link = DoubleSharing(), cast(Any, _Entries())
+    memory = sharing.allocate(SLOTS * MIN_SLOT_BYTES)
 
     def decode(case: bytes) -> object:
         header, *frames = parts(case)
         message = codec.decode(header, [memoryview(bytearray(frame)) for frame in frames])
-        body = message.body
+        body, slots = message.body, SlotChannel(Slots(*(memory, MIN_SLOT_BYTES) * 2), cast(Any, None), link)
         if CREDIT in body:
             grant(message.sender, CREDIT, body[CREDIT], windows.__getitem__)
         if WANT in body:
             credits.want(message.sender, WANT, body[WANT])
-        if PULLED in body:
-            HeaderChecks(message.sender).integer(PULLED, body[PULLED])
-        if EDGE not in body:
+        if isinstance(entry := body.get(ENTRY), dict):
+            (CudaSharing(0) if "handle" in entry else sharing).check(entry)
+        elif ENTRY in body:
+            slots.on_entry(entry)
+        if BESIDE not in body:
             return message
-        number_of(message)
-        if SHARED not in body:
-            return announced(message, CAP_BYTES)
-        refused = list[FrameError]()
-        for check in checks:
-            try:
-                return shared(message, CAP_BYTES, check)
-            except FrameError as error:
-                refused.append(error)
-        raise refused[0]
+        number, fields = number_of(message)
+        assert slots.refuse(number, fields)
+        return announced(message, CAP_BYTES)
 
     yield decode
     credits.close()
+    memory.close()
 
 
 TARGETS: tuple[Target, ...] = (

@@ -10,9 +10,29 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu.stub.control import CudaStub
 
 from benchmarks.gpu.target import Target, open_target
 from rrfp.compute.split import backward as split_backward
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what states something of the stub, where the device is another."""
+    if config.getoption("device") == "stub":
+        return
+    of_stub = [item for item in items if isinstance(item, pytest.Function) and "stub" in item.fixturenames]
+    items[:] = [item for item in items if item not in of_stub]
+    config.hook.pytest_deselected(items=of_stub)
+
+
+@pytest.fixture
+def stub(target: Target) -> Iterator[CudaStub]:
+    """The stub of CUDA, working again after the test."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    stub = CudaStub()
+    yield stub
+    stub.heal()
+    torch.cuda.synchronize()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Run under torchrun, all ranks on one device: trains over `shm`, which stages, and over `cuda_ipc`, which pulls.
+"""Run under torchrun, all ranks on one device: trains over `shm`, which stages, and over `cuda_ipc`, by slots.
 
-Argument: the device. Prints one line of JSON a rank: whether the gradients have the same bits, how many tensors were
-shared and opened, and the double's problems.
+Argument: the device. Prints one line of JSON a rank: whether the gradients have the same bits, how much memory was made
+and opened, how often it was written and read, and the double's problems.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,34 +19,57 @@ from torch import Tensor, nn
 
 import rrfp
 from benchmarks.gpu.target import Target, open_target
-from rrfp.compute.devices.sharing import DeviceSharing
 from rrfp.compute.split import backward as split_backward
+from rrfp.devices.sharing import DeviceSharing, SharedMemory
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS = 2
 
 
-class Counting(DeviceSharing):
+class CountingMemory(SharedMemory):
     """Counts the calls of another one."""
+
+    def __init__(self, inner: SharedMemory, counts: Counter[str]) -> None:
+        self.num_bytes, self.fields = inner.num_bytes, inner.fields
+        self._inner = inner
+        self._counts = counts
+
+    def write(self, start: int, source: Tensor) -> object:
+        """See `SharedMemory.write`."""
+        self._counts["written"] += 1
+        return self._inner.write(start, source)
+
+    def read(self, start: int, target: Tensor) -> object:
+        """See `SharedMemory.read`."""
+        self._counts["read"] += 1
+        return self._inner.read(start, target)
+
+    def close(self, *, is_open_elsewhere: bool = True) -> None:
+        """See `SharedMemory.close`."""
+        self._inner.close(is_open_elsewhere=is_open_elsewhere)
+
+
+class Counting(DeviceSharing):
+    """The same."""
 
     def __init__(self, inner: DeviceSharing) -> None:
         self.name = inner.name
+        self.counts: Counter[str] = Counter()
         self._inner = inner
-        self.shared = self.opened = 0
 
-    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
-        """See `DeviceSharing.share`."""
-        self.shared += 1
-        return self._inner.share(tensor)
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """See `DeviceSharing.allocate`."""
+        self.counts["made"] += 1
+        return CountingMemory(self._inner.allocate(num_bytes), self.counts)
 
-    def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
+    def check(self, fields: Mapping[str, Any]) -> int:
         """See `DeviceSharing.check`."""
-        self._inner.check(fields, num_bytes)
+        return self._inner.check(fields)
 
-    def open(self, fields: Mapping[str, Any]) -> Tensor:
+    def open(self, fields: Mapping[str, Any]) -> SharedMemory:
         """See `DeviceSharing.open`."""
-        self.opened += 1
-        return self._inner.open(fields)
+        self.counts["opened"] += 1
+        return CountingMemory(self._inner.open(fields), self.counts)
 
 
 def train(target: Target, transport: str) -> nn.Module:
@@ -75,14 +99,13 @@ def main(device: str) -> None:
         assert target.device.sharing is not None
         target.device.sharing = counting = Counting(target.device.sharing)
         staged = train(target, "shm")
-        before = counting.shared + counting.opened
-        pulled = train(target, "cuda_ipc")
+        before = counting.counts.total()
+        shared = train(target, "cuda_ipc")
         report = {
             "rank": RANK,
-            "same_bits": have_same_bits([pulled], [staged]),
+            "same_bits": have_same_bits([shared], [staged]),
             "staged": before,
-            "shared": counting.shared,
-            "opened": counting.opened,
+            **counting.counts,
             "problems": target.take_problems(),
         }
     sys.stdout.write(json.dumps(report) + "\n")

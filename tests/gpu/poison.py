@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Stream
+from rrfp.devices.base import Device, DeviceMemory, Stream
 
 #: So many tensors of a shape are spoilt at a time, to get at all freed blocks of that size.
 _COPIES = 6
@@ -68,6 +68,10 @@ class PoisonedDevice(Device):
         """See :meth:`Device.note_use`."""
         if not self._forgets:
             self._device.note_use(tensor, stream)
+
+    def keep_noted(self) -> None:
+        """See :meth:`Device.keep_noted`."""
+        self._device.keep_noted()
 
     def stream(self, *, is_urgent: bool = False) -> Stream:
         """See :meth:`Device.stream`."""

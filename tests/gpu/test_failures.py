@@ -36,6 +36,7 @@ def test_a_failure_of_the_device_names_its_task_and_the_process_ends(
         process.kill()
         process.communicate()
     assert line, errors[-2000:]
+    assert process.returncode == 0, errors[-2000:]
     record_property("seconds from the error to the end of the process", round(time.monotonic() - reported, 2))
     check(json.loads(line), fault, STAGES - 1, target, record_property)
 
@@ -45,6 +46,7 @@ def test_every_process_names_the_task_of_the_one_that_failed(fault: str, target:
     done = run("gpu/failing.py", target.name, fault, ranks=2, timeout_s=100)
     reports = sorted(map(json.loads, done.stdout.splitlines()), key=lambda report: int(report["rank"]))
     assert [report["rank"] for report in reports] == [0, 1], done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
     for report in reports:
         check(report, fault, 1, target, record_property)
 

@@ -27,6 +27,7 @@ pytestmark = [
 #: By device.
 MAKERS = {
     "cuda": on_device.ON_CUDA | remote.ON_CUDA,
+    "stub": on_device.ON_CUDA | remote.ON_CUDA,
     "double": {
         **{name: on_device.MAKERS[name] for name in ("staged-shm", "staged-zmq")},
         "inproc": on_device.MAKERS["inproc-device"],

@@ -210,8 +210,8 @@ def test_a_state_is_assigned_and_ties_are_kept(placement: Any) -> None:
     assert result.losses == pytest.approx(train_whole(whole, batch).losses, rel=1e-12)
 
 
-def bad_folders() -> Iterator[tuple[str, Callable[[Path], None], str]]:
-    def changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+def bad_folders() -> Iterator[tuple[str, Callable[[Path], object], str]]:
+    def changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], object]:
         return lambda folder: rewrite(folder, change)
 
     name = "model.layers.0.mlp.up_proj.weight"
@@ -225,16 +225,16 @@ def bad_folders() -> Iterator[tuple[str, Callable[[Path], None], str]]:
     yield "cut off", lambda folder: (folder / "model.safetensors").write_bytes(b"1234567890"), "must be a complete"
     index = "model.safetensors.index.json"
     outside = json.dumps({"weight_map": {name: "../model.safetensors"}})
-    yield "outside", lambda folder: (folder / index).write_text(outside) and None, "names a file outside of its folder"
+    yield "outside", lambda folder: (folder / index).write_text(outside), "names a file outside of its folder"
     yield (
         "no index",
-        lambda folder: (folder / index).write_text("[]") and None,
+        lambda folder: (folder / index).write_text("[]"),
         "cannot be read, must have a weight_map",
     )
     wrong = json.dumps({"weight_map": dict.fromkeys(skeleton("llama").state_dict(), "model.safetensors")})
     yield (
         "wrong index",
-        lambda folder: (folder / index).write_text(wrong) and None,
+        lambda folder: (folder / index).write_text(wrong),
         "lacks 'lm_head.weight', must have it",
     )
 

@@ -157,9 +157,9 @@ class Own(nn.Sequential):
         (Own(nn.Tanh()), {}, "model is a Own with a forward of its own, must be an nn.Sequential that calls"),
         ([nn.Tanh(), torch.tanh], {}, "model[1] is a builtin_function_or_method, must be an nn.Module"),
         ([nn.Tanh()], {}, "stages is 2, with 1 chunk each: must make at most 1 part, one for each layer"),
-        (None, {"stages": 0}, "stages is 0, must be an integer >= 1"),
-        (None, {"stages": True}, "stages is True, must be an integer >= 1"),
-        (None, {"chunks": 0}, "chunks is 0, must be an integer >= 1"),
+        (None, {"stages": 0}, "stages is 0, must be a whole number >= 1"),
+        (None, {"stages": True}, "stages is True, must be a whole number >= 1"),
+        (None, {"chunks": 0}, "chunks is 0, must be a whole number >= 1"),
         (None, {"chunks": 4}, "stages is 2, with 4 chunks each: must make at most 5 parts, one for each layer"),
         (None, {"placement": "w"}, "placement is 'w', must be one of: looped, v"),
         (None, {"cuts": "evenly"}, "cuts is 'evenly', must be 'parameters', 'times' or a list of layer numbers"),
@@ -171,7 +171,7 @@ class Own(nn.Sequential):
         (None, {"cuts": [1, 2]}, "cuts is [1, 2], must be 1 layer number in 1..4, ascending: the first layer of"),
         (None, {"cuts": "times"}, "sample is missing, must be a tiny batch of inputs of this model: cuts='times'"),
         (None, {"check": True}, "sample is missing, must be a tiny batch of inputs of this model: check=True needs it"),
-        (None, {"check": "yes"}, "check is 'yes', must be True, False or None"),
+        (None, {"check": "yes"}, "check is 'yes', must be True or False, or None"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(model: Any, arguments: dict[str, Any], message: str) -> None:

@@ -77,14 +77,7 @@ NAMED: tuple[Named, ...] = (
         "rrfp/core/step.py",
         "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]",
         "[ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers if m != 3]",
-        (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
-    ),
-    Named(
-        "sequence not checked",
-        "rrfp/core/step.py",
-        "if event.sequence is not None:",
-        "if False:",
-        (CAMPAIGN, tests("core/test_sends_and_numbers.py")),
+        (CAMPAIGN, tests("core/test_sends.py")),
     ),
     Named(
         "finishes before sends",
@@ -194,14 +187,14 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a departure before a step is not looked at",
         "rrfp/runtime/stage_runner.py",
-        "        context.closed_peers.check()\n",
-        "",
+        "            self._context.closed_peers.check()\n            self._context.recorder.open()\n",
+        "            self._context.recorder.open()\n",
         (tests("runtime/test_departures.py"),),
     ),
     Named(
         "a step begins while another rank is still in the one before",
         "rrfp/runtime/stage_runner.py",
-        "        await reporter.settle()\n",
+        "            await reporter.settle()\n",
         "",
         (tests("runtime/test_step_ends.py"),),
     ),

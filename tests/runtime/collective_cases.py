@@ -10,8 +10,9 @@ from runtime import data_parallel_cases
 from runtime.toys import TOLERANCE
 
 from rrfp.compute.split import backward as split_backward
+from rrfp.lab.gloo_backend import over_gloo
 
-OVER: dict[str, Any] = {"transport": "collective", "allow_insecure": True}
+OVER: dict[str, Any] = {"transport": over_gloo}
 V: dict[str, Any] = {"chunks": 2, "placement": "v"}
 
 #: One for each way to place and to split.

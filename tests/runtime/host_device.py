@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Event, Stream
+from rrfp.devices.base import Device, DeviceMemory, Event, Stream
 
 
 class HostEvent(Event):
@@ -38,7 +38,7 @@ class HostStream(Stream):
     def strayed(self) -> bool:
         return False
 
-    def record(self) -> Event:
+    def record(self, *, is_timed: bool = False) -> Event:
         return HostEvent(self.behind)
 
     def wait(self, event: Event) -> None: ...

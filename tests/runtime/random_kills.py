@@ -13,6 +13,7 @@ from typing import Any
 import runtime.processes as programs
 from runtime.processes import PATIENCE_S, Processes
 
+from rrfp.lab.gloo_backend import over_gloo
 from rrfp.model.mesh import Mesh
 from rrfp.transports.registry import TransportSpec
 
@@ -76,7 +77,7 @@ def run(kill: Kill, folder: Path, transport: TransportSpec) -> Outcome:
     """Raises AssertionError if a rank hangs, ends without the error, or names somebody else."""
     mesh = MESHES[kill.mesh]
     folder.mkdir()
-    options: dict[str, Any] = {"transport": transport, "allow_insecure": transport == "collective"}
+    options: dict[str, Any] = {"transport": over_gloo if transport == "collective" else transport}
     ranks = Processes(folder, 4, programs.emulated_steps_for_ever, kill.seconds, mesh=mesh, **options)
     try:
         for rank in range(4):

@@ -10,9 +10,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
+from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import rrfp
 from rrfp.transports.rendezvous import StoreRendezvous
@@ -55,6 +58,8 @@ def _run(
     torch.set_num_threads(1)
     os.environ.update(variables)
     batch, steps, goes_on = data(3), options.pop("steps", 2), options.pop("goes_on", False)
+    if "WRAPPED" in os.environ:
+        options["loss_fn"] = wrapped_loss()
 
     def train() -> Any:
         pipeline = rrfp.Pipeline(
@@ -76,6 +81,12 @@ def _run(
     if goes_on:
         connection.recv()
     connection.close()
+
+
+def wrapped_loss() -> nn.Module:
+    """A loss of which a part is in DistributedDataParallel."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return nn.ModuleDict({"head": nn.parallel.DistributedDataParallel(nn.Linear(2, 2))})
 
 
 class Fragile(rrfp.Hint):

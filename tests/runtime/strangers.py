@@ -12,7 +12,7 @@ import msgpack
 import zmq
 
 from rrfp.transports.base import MessageKind
-from rrfp.transports.wire import VERSION
+from rrfp.transports.wire.codec import VERSION
 
 #: Bytes that a stranger sends at once, at most.
 _MOST_BYTES = 1 << 16

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import Tie
+from rrfp.compute.gradients.ties import Tie
 from rrfp.errors import ProtocolError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh

@@ -18,9 +18,9 @@ from torch.utils import _python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rrfp
-from rrfp.compute import thread_modes
+from rrfp.compute import caller_context
+from rrfp.compute.caller_context import ThreadModes
 from rrfp.compute.split import backward as split_backward
-from rrfp.compute.thread_modes import ThreadModes
 
 STAGES, MICROBATCHES = 3, 4
 
@@ -38,8 +38,10 @@ class Calls(TorchFunctionMode):
     def __init__(self) -> None:
         self.count = 0
         self.threads: set[int] = set()
+        self.names: set[str] = set()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.__name__)
         if function is nn.functional.linear:
             self.count += 1
             self.threads.add(threading.get_ident())
@@ -74,12 +76,14 @@ def test_a_flop_counter_around_a_step_counts_as_around_an_ordinary_loop(split: b
     assert counted.get_total_flops() == wanted.get_total_flops()
 
 
-def test_a_function_mode_sees_the_modules_of_all_stages_and_only_while_it_is_active() -> None:
+@split
+def test_a_function_mode_sees_the_modules_of_all_stages_and_only_while_it_is_active(split: bool) -> None:
     batch, calls = data(MICROBATCHES), Calls()
-    with rrfp.local(stages(STAGES), loss_fn=loss_fn).blocking() as pipe:
+    with rrfp.local(stages(STAGES), loss_fn=loss_fn, split=split).blocking() as pipe:
         with calls, torch.device("cpu"):
             pipe.step(batch.inputs, batch.targets)
             assert calls.count == STAGES * MICROBATCHES
+            assert ("grad" if split else "backward") in calls.names
             pipe.evaluate(batch.inputs)
         pipe.step(batch.inputs, batch.targets)
     assert calls.count == 2 * STAGES * MICROBATCHES
@@ -172,10 +176,10 @@ def test_a_profiler_of_all_threads_records_tasks_and_gets_no_warning(caplog: pyt
 
 @pytest.fixture
 def _torch_without_a_private_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    thread_modes._private.cache_clear()
+    caller_context._private.cache_clear()
     monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
     yield
-    thread_modes._private.cache_clear()
+    caller_context._private.cache_clear()
 
 
 @pytest.mark.usefixtures("_torch_without_a_private_name")

@@ -100,6 +100,7 @@ def test_ctrl_c_ends_a_program_whose_device_is_stuck(lane: str, start: Start) ->
     assert rest == left(lane)
     assert program.process.returncode == -signal.SIGINT
     check(errors, "KeyboardInterrupt")
+    assert "concurrent/futures" not in errors, "the last frames are the caller's"
 
 
 @pytest.mark.long

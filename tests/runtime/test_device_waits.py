@@ -11,7 +11,7 @@ from runtime.toys import Ones
 
 import rrfp
 from rrfp import Execution
-from rrfp.compute.devices.base import Stream
+from rrfp.devices.base import Stream
 from rrfp.model.tasks import Task
 from rrfp.runtime.lane_executor import DeviceWaits
 

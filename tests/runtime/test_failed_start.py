@@ -69,6 +69,14 @@ def test_what_fails_after_ranks_have_compared_their_terms(ranks: Ranks) -> None:
         assert text == "stage 1 says, through the store: OSError: its file is missing"
 
 
+def test_a_loss_in_ddp_is_refused_by_its_name(ranks: Ranks) -> None:
+    for text in refused(ranks, 2, {}, {"WRAPPED": "1"}):
+        assert text.startswith(
+            "stage 2 says, through the store: ConfigError: the submodule 'loss_fn.head' of virtual stage 2 is in "
+            "DistributedDataParallel, which reduces once for each forward and backward"
+        )
+
+
 def test_a_text_of_another_program_is_bounded_and_printable(ranks: Ranks) -> None:
     from rrfp.host import ProcessIdentity
     from rrfp.runtime import records

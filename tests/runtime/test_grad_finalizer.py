@@ -8,7 +8,7 @@ from runtime.contexts import context_of
 from torch import nn
 
 from rrfp import Topology
-from rrfp.compute.gradients.tied import ProcessTies
+from rrfp.compute.gradients.ties import ProcessTies
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId

@@ -157,3 +157,30 @@ def test_a_callers_work_reaches_the_step_and_an_error_names_its_task() -> None:
         with pytest.raises(rrfp.errors.PipelineAborted, match="failed on the device, as asked for") as raised:
             pipe.step(batch.inputs, batch.targets)
         assert raised.value.origin.task is not None
+    assert device.problems == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_device_whose_every_call_fails_ends_a_step_in_order(depth: int) -> None:
+    """Whoever holds what the lanes have adopted, nothing of it is freed."""
+    batch = data(4)
+    with (
+        DoubleDevice(0.001) as device,
+        rrfp.local(stages(2), loss_fn=loss_fn, device=device, depth=depth).blocking() as pipe,
+    ):
+        pipe.step(batch.inputs, batch.targets)
+        device.fail(after=5, everywhere=True)
+        with pytest.raises(rrfp.errors.PipelineAborted, match="failed on the device, as asked for") as raised:
+            pipe.step(batch.inputs, batch.targets)
+        assert raised.value.origin.task is not None
+    assert device.problems == []
+
+
+def test_a_device_whose_calls_hold_the_interpreters_lock_computes_the_same() -> None:
+    actual, expected, batch = stages(2), stages(2), data(4)
+    with DoubleDevice(0.001, locked_s=0.002, can_pin=False) as device:
+        with rrfp.local(actual, loss_fn=loss_fn, device=device).blocking() as pipe:
+            loss = pipe.step(batch.inputs, batch.targets).loss
+        assert device.problems == []
+    assert loss == pytest.approx(expect(expected, batch).loss)
+    assert largest_difference(actual, expected) < TOLERANCE

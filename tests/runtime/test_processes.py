@@ -21,6 +21,8 @@ from freezers import VERSIONS, freezer
 from runtime.processes import Processes, Program
 from transports.curved import curve
 
+from rrfp.lab.gloo_backend import over_gloo
+
 __all__ = ["fork_server"]
 
 #: Seconds from a failure to the error on every rank: a live rank reports it, a dead one is detected.
@@ -39,8 +41,7 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     def start(
         count: int, program: Program, seconds: float = 0.01, chunks: Sequence[int] = (), **options: Any
     ) -> Processes:
-        over = {"transport": request.param, **options}
-        over.setdefault("allow_insecure", over["transport"] == "collective")
+        over = {"transport": over_gloo if request.param == "collective" else request.param, **options}
         running.append(Processes(tmp_path, count, program, seconds, chunks, **over))
         return running[-1]
 

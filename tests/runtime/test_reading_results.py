@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from fork_server import fork_server
 from runtime.processes import Processes
 from runtime.ranks import SOON_S, ThreadedRanks
 from runtime.test_callers import in_a_forked_child
+from torch import nn
 
 import rrfp
 from rrfp.errors import PipelineAborted, RrfpError
@@ -140,6 +142,21 @@ def test_printing_waits_and_shows_a_row_for_each_stage(start: Any) -> None:
     assert (heads[0], heads[-1]) == ("stage", "held")
     assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
     assert text.isascii()
+
+
+def test_completing_where_no_event_loop_runs_is_refused() -> None:
+    """A coroutine that nobody can await would do nothing there."""
+    with rrfp.local([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss) as pipe:
+        result = pipe.step(torch.zeros(4, 2), torch.zeros(4, 2), microbatches=2)
+        with pytest.raises(RrfpError, match="where no event loop runs: read its attributes, which wait, or"):
+            asyncio.run(result.complete())
+        assert result.peak_held == (1,)
+        assert asyncio.run(awaited(result.complete)) is result
+
+
+async def awaited(call: Callable[[], Any]) -> Any:
+    """What the call's coroutine returns."""
+    return await call()
 
 
 async def test_a_loop_of_the_caller_goes_on_while_a_result_completes(start: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.errors import ProtocolError
 from rrfp.runtime.grad_clipping import NormShare
 from rrfp.runtime.records import from_plain, pack, to_plain, unpack

@@ -16,7 +16,7 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"inputs": 7}, "inputs is of type int, must be a list"),
     ({"inputs": torch.zeros(3)}, "inputs is of type Tensor, must be a list"),
     ({"inputs": [], "targets": []}, "inputs is empty, must hold at least 1 microbatch"),
-    ({"inputs": None, "targets": None, "microbatches": 0}, "microbatches is 0, must be at least 1"),
+    ({"inputs": None, "targets": None, "microbatches": 0}, "microbatches is 0, must be a whole number >= 1"),
     ({"microbatches": 3}, "microbatches: 3"),
     ({"microbatches": 2.5}, "microbatches is 2.5"),
     ({"targets": [1]}, "targets: 1"),
@@ -63,7 +63,9 @@ class NotAHintEither:
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"hints": "bf"}, "unknown option 'hints' (did you mean 'hint'?), must be one of: transport, hint"),
+    ({"hints": "bf"}, "unknown option 'hints' (did you mean 'hint'?): docs/reference/options.md has all"),
+    ({"tise": {}}, "unknown option 'tise' (did you mean 'ties'?): docs/"),
+    ({"hints": "bf", "zzz": 1}, "'hints' (did you mean 'hint'?), 'zzz', must be one of: transport, hint"),
     ({"zzz": 1}, "unknown option 'zzz', must be one of: transport, hint"),
     ({"hint": "best"}, "hint is 'best', must be one of: bf, fb"),
     ({"hint": "slotaware"}, "hint is 'slotaware' (did you mean 'slot-aware'?), must be one of: bf, fb"),
@@ -78,6 +80,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"limit": "1.5GB"}, "1f1b, n, 2n, or a size such as 8GB, or an rrfp.Limit"),
     ({"strict": "1F1B"}, "strict is '1F1B' (did you mean '1f1b'?), must be one of: gpipe, 1f1b"),
     ({"transport": "shmm"}, "transport is 'shmm' (did you mean 'shm'?), must be a factory or one of: auto"),
+    ({"transport": "smh"}, "transport is 'smh' (did you mean 'shm'?), must be a factory or one of: auto"),
     ({"transport": "tcp"}, "transport is 'tcp', must be a factory or one of: auto, inproc, shm, zmq"),
     ({"transport": 5}, "transport is 5"),
     ({"reduction": "max"}, "reduction is 'max', must be one of: mean, sum"),
@@ -137,14 +140,19 @@ SEVERAL: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("options", "messages"), SEVERAL, ids=lambda value: str(value)[:30])
 def test_all_wrong_options_are_named_at_once(options: dict[str, Any], messages: list[str]) -> None:
+    """On a line each."""
     bad: Any = 3
     with pytest.raises(ConfigError) as of_local:
         rrfp.local(bad, **options)
     with pytest.raises(ConfigError) as of_pipeline:
         rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), rendezvous=bad, name="a/b", **options)
-    assert all(message in str(of_local.value) for message in (*messages, "modules is of type int"))
-    for message in (*messages, "name is 'a/b'", "rendezvous int has no method publish()"):
-        assert message in str(of_pipeline.value)
+    faults = ["modules is of type int"], ["name is 'a/b'", "rendezvous int has no method publish()"]
+    for error, more in zip((of_local.value, of_pipeline.value), faults, strict=True):
+        first, *lines = str(error).splitlines()
+        assert first == f"{len(lines)} faults:"
+        assert len(lines) == len(messages) + len(more)
+        for message in (*messages, *more):
+            assert sum(message in line for line in lines) == 1
 
 
 def test_what_is_no_module_or_no_rendezvous_is_refused() -> None:

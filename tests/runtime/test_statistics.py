@@ -14,8 +14,8 @@ from runtime.host_device import HostDevice
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.devices.base import DeviceMemory
 from rrfp.core.usage import Holding, Peaks
+from rrfp.devices.base import DeviceMemory
 from rrfp.errors import PipelineAborted
 
 WIDTH, ROWS = 8, 4

@@ -22,7 +22,7 @@ def test_evaluating_gives_losses_and_outputs_as_asked_for(return_outputs: bool |
         unscored = pipe.evaluate(batch.inputs, return_outputs=return_outputs)
         with pytest.raises(ConfigError, match="unknown argument 'return_outputs'"):
             pipe.step(batch.inputs, batch.targets, return_outputs=True)  # type: ignore[call-arg]
-        with pytest.raises(ConfigError, match="return_outputs is 1, must be True, False or None"):
+        with pytest.raises(ConfigError, match="return_outputs is 1, must be True or False, or None"):
             pipe.evaluate(batch.inputs, return_outputs=1)  # type: ignore[arg-type]
         assert pipe.step(batch.inputs, batch.targets).outputs == {}
     assert len(result.losses) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrfp import Topology
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.errors import ConfigError, ProtocolError
 from rrfp.model.mesh import Mesh
 from rrfp.runtime.start.handshake import agree_on_ties, check_agreed

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from rrfp import Topology
 from rrfp.compute.gradients.layout import encode
-from rrfp.compute.gradients.tie_copies import Tie
-from rrfp.compute.gradients.tied import ProcessTies
+from rrfp.compute.gradients.ties import ProcessTies, Tie
 from rrfp.errors import ProtocolError
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph

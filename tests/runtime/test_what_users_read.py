@@ -22,6 +22,7 @@ from rrfp import Topology
 from rrfp.compute.rng import SeedNotice
 from rrfp.errors import PeerLostError, PipelineAborted
 from rrfp.runtime.abort import failure_of
+from rrfp.transports.rendezvous import LocalRendezvous
 
 PACKAGE = str(Path(rrfp.__file__).parent)
 
@@ -89,6 +90,61 @@ def test_an_error_of_the_runtime_itself_keeps_its_frames() -> None:
     assert not lines[-1].startswith("raised at ")
 
 
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"seed": 0.5}, "rrfp.errors.ConfigError: seed is 0.5"),
+        ({"seed": 0.5, "split": 1}, "- split is 1, must be True or False"),
+        ({"ties": {"x": 3}}, "rrfp.errors.ConfigError: "),
+    ],
+    ids=str,
+)
+def test_a_pipeline_that_is_refused_ends_with_the_callers_frames(options: dict[str, Any], last: str) -> None:
+    with pytest.raises(rrfp.ConfigError) as of_local:
+        rrfp.local(stages(2), loss_fn=loss_fn, **options)
+    with pytest.raises(rrfp.ConfigError) as of_pipeline:
+        rrfp.Pipeline(stages(2)[0], topology=Topology(0, 2), rendezvous=LocalRendezvous(), loss_fn=loss_fn, **options)
+    for error, frames in ((of_local.value, 2), (of_pipeline.value, 1)):
+        lines = printed(error)
+        assert lines[-1].startswith(last)
+        assert len(own_frames(lines)) == frames
+        assert sum(line.startswith("Traceback") for line in lines) == 1
+
+
+@pytest.mark.parametrize("face", ["with", "async with"])
+def test_a_start_that_is_refused_ends_with_the_callers_frames(face: str) -> None:
+    class Refusing(rrfp.Hint):
+        """A hint that can be made once."""
+
+        made = 0
+
+        def __init__(self) -> None:
+            Refusing.made += 1
+            if Refusing.made > 1:
+                raise rrfp.ConfigError("it wants a file") from KeyError("file")
+
+        def choose(self, ready: rrfp.ReadySet, view: rrfp.View) -> rrfp.Task | None:
+            return next(iter(ready))
+
+    pipeline = rrfp.local(stages(1), loss_fn=loss_fn, hint=Refusing)
+
+    async def enter_async() -> None:
+        async with pipeline:
+            pass
+
+    def enter() -> None:
+        with pipeline:
+            pass
+
+    with pytest.raises(rrfp.ConfigError) as caught:
+        enter() if face == "with" else asyncio.run(enter_async())
+    lines = printed(caught.value)
+    assert lines[-1] == "rrfp.errors.ConfigError: it wants a file"
+    assert "KeyError: 'file'" in lines
+    assert len(own_frames(lines)) <= 3  # entering, and what it calls
+    assert not any("concurrent/futures" in line for line in lines)
+
+
 def test_one_line_at_the_start_tells_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rrfp")
     ThreadedRanks([[each] for each in stages(3)], step, hint="bf", limit="1f1b", seed=0).join()
@@ -147,18 +203,57 @@ def test_python_closes_the_loop_of_an_aborted_async_program() -> None:
         asyncio.run(program())
 
 
+#: By what happens: what the rank at fault prints last, how often "Traceback" begins a line there, and what each other
+#: rank says of it in one line, or None where torchrun may end them before.
+FAILURES = {
+    "raise": ("raised at ", 2, "aborted by stage 1, task F1@1: ValueError: out of luck"),
+    "kill": ("", 0, "aborted by stage 1: PeerLostError: its "),
+    "refuse": ("rrfp.errors.ConfigError: seed is 0.5", 1, None),
+    "start": ("rrfp.errors.ConfigError: its file is missing", 1, None),
+    "misspelt": ("rrfp.errors.ConfigError: hint is 'slot-awar'", 1, "ConfigError: hint is 'slot-awar'"),
+    "insecure": ("rrfp.errors.ConfigError: zmq would use tcp", 1, "ConfigError: zmq would use tcp"),
+    "differ": ("rrfp.errors.ConfigError: seed is 0 on stage 0 and ", 1, "ConfigError: seed is 0 on stage 0 and "),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "ranks"), [("record", 2), long("plain", 3), long("record", 3)])
-def test_torchruns_report_names_the_rank_at_fault(how: str, ranks: int) -> None:
-    done = run("runtime/torchrun_fails.py", how, ranks=ranks, timeout_s=55)
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        ("raise", "record"),
+        ("kill", "record"),
+        ("refuse", "record"),
+        ("insecure", "record"),
+        *(long(what, "record") for what in ("start", "misspelt", "differ")),
+        *(long(what, "plain") for what in FAILURES),
+    ],
+)
+def test_under_torchrun_one_rank_prints_a_traceback_and_every_other_one_line(what: str, how: str) -> None:
+    done = run("runtime/torchrun_fails.py", what, how, ranks=3, timeout_s=55)
     said = done.stderr
     assert done.returncode == 1
-    root = said.partition("Root Cause (first observed failure):")[2]
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", root), said
-    assert said.count('raise ValueError("out of luck")') >= 1
-    for rank in {*range(ranks)} - {1}:
-        assert said.count(f"stage {rank} ends: aborted by stage 1, task F1@1: ValueError: out of luck") == 1, said
-    # All that the ranks say, before torchrun's own report; it used to be some 200 lines.
-    ours = [line for line in said.partition(" Sending process ")[0].splitlines() if line]
-    assert len(ours) <= 30, "\n".join(ours)
-    assert sum(line.startswith("Traceback") for line in ours) == 2, "the cause's, and that of the rank at fault"
+    last, tracebacks, line = FAILURES[what]
+    ours, _, report = said.partition(" Sending process ")
+    printed = ours.splitlines()[:-1]  # the last one is the beginning of torchrun's first
+    others, root = report.split("Root Cause (first observed failure):")
+    [at_fault] = [int(rank) for rank in re.findall(r"rank +: (\d)", root)]
+    if what in ("raise", "kill", "refuse", "start"):
+        assert at_fault == 1, said
+
+    ends = [text for text in printed if re.match(r"stage \d ends: ", text)]
+    assert len(ends) == len(set(ends)) <= 2, said
+    assert not any(text.startswith(f"stage {at_fault} ends: ") for text in ends), said
+    if line is not None:
+        assert len(ends) == 2, said
+        assert all(text.partition(" ends: ")[2].startswith(line) for text in ends), said
+    # In torchrun's own report too: with error files it has a traceback of each rank that raised.
+    entries = others.partition("Failures:\n")[2].splitlines()
+    assert len(re.findall(r"traceback : Signal 15 \(SIGTERM\)", others)) == 2, said
+    assert len(entries) == 2 * 7 + 1, said  # seven each, of torchrun's own, and a ruler
+
+    rest = [text for text in printed if text not in ends]
+    assert sum(text.startswith("Traceback") for text in rest) == tracebacks, said
+    if tracebacks:
+        assert rest[-1].startswith(last), said
+        assert len(own_frames(rest)) <= 2, said
+    assert len(rest) <= 24, said

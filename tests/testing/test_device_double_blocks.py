@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+
 import pytest
 import torch
 from testing.endless import device, is_garbage
@@ -18,11 +23,11 @@ def test_events_in_a_block_split_it() -> None:
     with DoubleDevice(0.01) as device:
         stream = device.stream()
         with stream.issuing():
-            before = stream.record()
+            before = stream.record(is_timed=True)
             x = torch.ones(3)
-            middle = stream.record()
+            middle = stream.record(is_timed=True)
             y = x + 1
-        end = stream.record()
+        end = stream.record(is_timed=True)
         end.synchronize()
         assert middle.seconds_since(before) >= 0.01 - 1e-9
         assert end.seconds_since(before) >= 0.02 - 1e-9
@@ -114,7 +119,7 @@ def test_misuse_of_events_is_found(device: DoubleDevice) -> None:
     stream = device.stream()
     with stream.issuing():
         torch.ones(3)
-    early = stream.record()
+    early = stream.record(is_timed=True)
     early.seconds_since(early)
     assert device.problems == ["an event was asked for its time before it was reached"] * 2
     device.problems.clear()
@@ -137,11 +142,11 @@ def test_sparse_gradients_and_numbers_from_python(device: DoubleDevice) -> None:
 def test_seconds_may_differ_by_block() -> None:
     with DoubleDevice(lambda n: n / 100) as device:
         stream = device.stream()
-        events = [stream.record()]
+        events = [stream.record(is_timed=True)]
         for _ in range(2):
             with stream.issuing():
                 torch.ones(3)
-            events.append(stream.record())
+            events.append(stream.record(is_timed=True))
         events[-1].synchronize()
         assert events[1].seconds_since(events[0]) >= 0.01 - 1e-9
         assert events[2].seconds_since(events[1]) == pytest.approx(0.02)
@@ -160,3 +165,65 @@ def test_tensors_without_memory_are_left_alone(device: DoubleDevice) -> None:
     device.close()
     assert device.problems == []
     assert device.memory().peak == 0
+
+
+def test_an_event_without_a_time_is_not_asked_for_it(device: DoubleDevice) -> None:
+    event = device.stream().record()
+    event.synchronize()
+    event.seconds_since(event)
+    assert device.problems == ["an event was asked for its time that was recorded without"] * 2
+    device.problems.clear()
+
+
+def broken_device(*, everywhere: bool = False) -> tuple[DoubleDevice, list[torch.Tensor]]:
+    """A device that has failed, with memory that its streams have used and memory for copies."""
+    device = DoubleDevice(0.0)
+    stream, noted = device.stream(), torch.ones(8)
+    with stream.issuing():
+        noted + 1
+    device.note_use(noted, stream)
+    memory = [noted, device.empty_on_host(torch.ones(16))]
+    device.fail(everywhere=everywhere)
+    with stream.issuing():
+        torch.ones(3)
+    with pytest.raises(DoubleError):
+        stream.record().synchronize()
+    return device, memory
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_that_a_failed_device_cannot_free_is_found_unless_it_is_kept(keeps: bool) -> None:
+    device, memory = broken_device()
+    if keeps:
+        device.keep_noted()
+    memory.clear()
+    device.close()
+    freed = [f"{size} bytes of noted memory were freed after the device had failed" for size in (32, 64)]
+    assert device.problems == ([] if keeps else freed)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_failure_may_reach_every_call(everywhere: bool) -> None:
+    with broken_device(everywhere=everywhere)[0] as device:
+        device.keep_noted()
+        assert not device.pin(torch.ones(3))
+        for make in (device.empty, device.empty_on_host):
+            with pytest.raises(DoubleError) if everywhere else nullcontext():
+                make(torch.ones(3))
+
+
+def test_calls_may_hold_the_interpreters_lock() -> None:
+    with DoubleDevice(0.0, locked_s=0.05) as device:
+        stream, counts = device.stream(), []
+        ended = threading.Event()
+
+        def count() -> None:
+            while not ended.is_set():
+                counts.append(time.monotonic())
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        stream.record()
+        ended.set()
+        thread.join()
+        assert max(b - a for a, b in pairwise(counts)) >= 0.04

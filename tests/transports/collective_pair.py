@@ -8,27 +8,50 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import transports.makers as makers
 
+from rrfp.lab.gloo_backend import over_gloo
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Channel
-from rrfp.transports.carried.announcements import EDGE
 from rrfp.transports.collective.transport import CollectiveTransport
+from rrfp.transports.tunnel.announcements import BESIDE
 
 
 @asynccontextmanager
 async def ends(**changes: Any) -> AsyncIterator[tuple[CollectiveTransport, CollectiveTransport]]:
     """Two started ends in this process, announcements over shm."""
-    fields = {"rendezvous": makers.Store(), "allow_insecure": True, **changes}
-    left, right = map(CollectiveTransport, makers.contexts(**fields))
+    left, right = map(over_gloo, makers.contexts(**{"rendezvous": makers.Store(), **changes}))
     async with makers.started(left, right):
         yield left, right
 
 
+def link_of(end: CollectiveTransport) -> Any:
+    """The link to the other of two ends."""
+    (link,) = end._links.values()
+    return link
+
+
 async def announce(left: CollectiveTransport, *specs: Any, number: Any = 0, channel: Channel = Channel.FORWARD) -> None:
     """Send an announcement past the checks of ``left``'s own."""
-    message = data(*(None for _ in specs), index=99, channel=channel)
-    await left._carrier.send(1, replace(message, body={EDGE: [number, list(specs)]}))
+    await announce_raw(left, [number, list(specs), None], count=len(specs), channel=channel)
+
+
+async def announce_raw(
+    left: CollectiveTransport, entry: Any, *, count: int = 1, channel: Any = Channel.FORWARD
+) -> None:
+    """Send any announcement."""
+    message = data(*[None] * count, index=99, channel=channel)
+    link = link_of(left)
+    await link.base.send(link.peer, replace(message, body={BESIDE: entry}))
+
+
+def post(left: CollectiveTransport, *tensors: torch.Tensor) -> asyncio.Future[None]:
+    """Send tensors without an announcement, as the next transfer."""
+    one_way = link_of(left).beside._outgoing
+    sent: asyncio.Future[None] = one_way.new_future()
+    one_way.post(tensors, sent)
+    return sent
 
 
 class Held:
@@ -36,15 +59,18 @@ class Held:
 
     def __init__(self, end: CollectiveTransport) -> None:
         self.announced = asyncio.Event()
-        arrivals: Any = end._links[0]._arrivals
-        self._arrivals, self._post = arrivals, arrivals._post_in_order
-        self._edge: Any = None
-        arrivals._post_in_order = self._hold
+        self._channel = link_of(end).beside
+        self._post = self._channel._post
+        self._held: list[Any] = []
+        self._channel._post = self._hold
 
-    def _hold(self, edge: Any) -> None:
-        self._edge = edge
+    def _hold(self, announced: Any) -> None:
+        self._held.append(announced)
+        self._channel._incoming.number += 1
         self.announced.set()
 
     def release(self) -> None:
-        self._arrivals._post_in_order = self._post
-        self._post(self._edge)
+        self._channel._incoming.number -= len(self._held)
+        for announced in self._held:
+            self._post(announced)
+        self._channel._post = self._post

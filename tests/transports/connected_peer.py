@@ -12,13 +12,12 @@ from typing import Any
 
 from fork_server import context
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from transports.peer_process import PATIENCE_S, RUN_ID, copies_for, serve
+from transports.peer_process import PATIENCE_S, RUN_ID, copies_for, make_transport, serve
 
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import soon
 from rrfp.transports.base import Message, Transport, TransportContext
-from rrfp.transports.registry import create_transport
 from rrfp.transports.rendezvous import StoreRendezvous
 
 #: Twice the patience that the ranks here have, in seconds.
@@ -61,9 +60,8 @@ async def connected(store: str, name: str, role: str, own_role: str = "") -> Asy
         connect_timeout_s=30,
         patience_s=PATIENCE_S,
         copies=copies,
-        allow_insecure=name == "collective",
     )
-    transport = create_transport(name, own)
+    transport = make_transport(name, own)
     try:
         await transport.start()
         yield transport, Peer(process, here)

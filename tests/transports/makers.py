@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import zmq
 from transports.relay import RelayingRendezvous
 
+from rrfp.lab.gloo_backend import over_gloo
 from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.secret import Secret
@@ -246,13 +246,11 @@ async def auto_mixed(options: PairOptions) -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def collective_shm(options: PairOptions) -> AsyncIterator[Pair]:
     """Over gloo, announced over shm."""
-    transports = [
-        CollectiveTransport(context) for context in contexts(options, rendezvous=Store(), allow_insecure=True)
-    ]
+    transports = list(map(over_gloo, contexts(options, rendezvous=Store())))
 
     async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
-        carrier: Any = transports[0]._carrier
-        await injecting_datagrams(carrier._by_peer[1])(channel, header, frames)
+        base: Any = transports[0]._links[1].base
+        await injecting_datagrams(base)(channel, header, frames)
 
     async with started(*transports, inject=inject) as pair:
         yield pair
@@ -261,7 +259,7 @@ async def collective_shm(options: PairOptions) -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def collective_inproc(options: PairOptions) -> AsyncIterator[Pair]:
     """Over gloo, announced in the process."""
-    async with started(*map(CollectiveTransport, contexts(options, allow_insecure=True))) as pair:
+    async with started(*map(over_gloo, contexts(options))) as pair:
         yield pair
 
 
@@ -285,7 +283,7 @@ MAKERS: dict[str, MakePair] = {
     "auto-mixed": auto_mixed,
     "collective": collective_shm,
     "collective-inproc": collective_inproc,
-    "collective-threads": on_two_loops(CollectiveTransport),
+    "collective-threads": on_two_loops(over_gloo),
     "shm": over_shm,
     "shm-threads": on_two_loops(ShmTransport),
     "zmq-ipc": over_zmq("ipc"),

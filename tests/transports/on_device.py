@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,17 +14,17 @@ import zmq
 from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
+from rrfp.devices.cuda import CudaDevice
 from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
-from rrfp.transports import SharesDeviceMemory
 from rrfp.transports.base import Channel, Message, Transport, TransportContext
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.shm.transport import ShmTransport
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 
@@ -85,7 +85,7 @@ def over(
         if is_shared:
             devices = devices[:1] * options.ranks
         contexts = [
-            replace(context, copies=copies_of(device))
+            replace(context, copies=copies_of(device, StreamLane))
             for context, device in zip(makers.contexts(options), devices, strict=True)
         ]
         inner = [make(context) for context in contexts]
@@ -107,7 +107,7 @@ def injecting(left: Transport) -> Any:
     """Sends raw frames past the sender's checks; None where nothing travels as frames."""
     if isinstance(left, ShmTransport):
         return makers.injecting_datagrams(left)
-    if isinstance(left, CudaIpcTransport):
+    if type(left) is CudaIpcTransport:
         return injecting_below(left)
     if not isinstance(left, ZmqTransport):
         return None
@@ -119,32 +119,25 @@ def injecting(left: Transport) -> Any:
 
 
 def injecting_below(left: CudaIpcTransport) -> Any:
-    """Sends raw datagrams over the carrier of what is pulled."""
+    """Sends raw datagrams over the base transport of the link with slots."""
 
     async def inject(channel: Channel, header: bytes, frames: Sequence[bytes]) -> None:
-        await makers.injecting_datagrams(carrier_of(left)._inner)(channel, header, frames)
+        await makers.injecting_datagrams(base_of(left))(channel, header, frames)
 
     return inject
 
 
-def carrier_of(transport: Transport, peer: int = 1) -> Any:
-    """What brings announcements to ``peer``: stages, and has the transport between host memories inside."""
+def base_of(transport: Transport, peer: int = 1) -> Any:
+    """What brings announcements to ``peer``."""
     assert isinstance(transport, CudaIpcTransport)
-    pulled = transport._by_peer[peer]
-    assert isinstance(pulled, PulledTransport)
-    return pulled._carrier
+    return transport._links[peer].base
 
 
-class PulledOverZmq(PulledTransport):
-    """Closes its copies."""
+class CudaIpcOverZmq(CudaIpcTransport):
+    """Announces over zmq."""
 
-    def __init__(self, context: TransportContext) -> None:
-        assert isinstance(context.copies, SharesDeviceMemory)
-        super().__init__(context, ZmqTransport(context, "ipc"), context.copies)
-
-    def abort(self) -> None:
-        super().abort()
-        self._copies.close()
+    async def _start_bases(self, bases: Iterable[Transport]) -> None:
+        await super()._start_bases([ZmqTransport(base.context, "ipc") for base in bases])
 
 
 def _over_zmq(context: TransportContext) -> Transport:
@@ -157,7 +150,7 @@ MAKERS: dict[str, MakePair] = {
     "staged-inproc": over(CpuOnlyInproc),
     "inproc-device": over(InprocTransport, is_shared=True),
     "cuda-ipc": over(CudaIpcTransport),
-    "cuda-ipc-zmq": over(PulledOverZmq),
+    "cuda-ipc-zmq": over(CudaIpcOverZmq),
 }
 
 #: For a machine with a CUDA device.

@@ -10,9 +10,11 @@ from multiprocessing.connection import Connection
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rrfp.compute.devices.copies import StreamCopies, copies_of
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
+from rrfp.lab.gloo_backend import over_gloo
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.registry import create_transport
@@ -20,7 +22,7 @@ from rrfp.transports.rendezvous import StoreRendezvous
 
 RUN_ID = "processes"
 
-#: To the device, from it, and both ends of a pull.
+#: To the device and from it, and a copy into a slot and out of one.
 TRIAL_BLOCKS = 4
 
 #: For how long a peer may be silent here, in seconds.
@@ -36,11 +38,16 @@ def serve(name: str, role: str, store: str, reports: Connection) -> None:
     asyncio.run(_main(name, role, store, reports))
 
 
-def copies_for(name: str, role: str = "") -> StreamCopies | None:
+def make_transport(name: str, context: TransportContext) -> Transport:
+    """The transport of a name; collective over gloo."""
+    return over_gloo(context) if name == "collective" else create_transport(name, context)
+
+
+def copies_for(name: str, role: str = "") -> DeviceCopies | None:
     """Of a double, for a transport between devices; in the role "stuck" it completes nothing after the start."""
     if name != "cuda_ipc":
         return None
-    return copies_of(DoubleDevice(stuck_after_trial if role == "stuck" else 0.0))
+    return copies_of(DoubleDevice(stuck_after_trial if role == "stuck" else 0.0), StreamLane)
 
 
 def stuck_after_trial(count: int) -> float:
@@ -58,9 +65,8 @@ async def _main(name: str, role: str, store: str, reports: Connection) -> None:
         connect_timeout_s=20,
         patience_s=PATIENCE_S,
         copies=copies_for(name, role),
-        allow_insecure=name == "collective",
     )
-    transport = create_transport(name, context)
+    transport = make_transport(name, context)
     await transport.start()
     if role in ("stream", "large"):
         await send_without_end(transport, STREAMED_BYTES if role == "stream" else LARGE_BYTES)

@@ -21,11 +21,12 @@ from compute.separate_double import SeparateDouble, closing
 from fork_server import context
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.makers import RUN_ID, contexts, injecting_datagrams, started
-from transports.on_device import OnDevice, carrier_of
+from transports.on_device import OnDevice, base_of
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import copies_of
-from rrfp.compute.devices.cuda import CudaDevice
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import Device
+from rrfp.devices.copies import copies_of
+from rrfp.devices.cuda import CudaDevice
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
@@ -122,14 +123,14 @@ def _make(kind: str, context: TransportContext) -> tuple[Transport, Device | Non
     if kind == "shm":
         return ShmTransport(context), None
     device = CudaDevice() if kind == "cuda" else SeparateDouble(0.0)
-    return OnDevice(CudaIpcTransport(replace(context, copies=copies_of(device))), device), device
+    return OnDevice(CudaIpcTransport(replace(context, copies=copies_of(device, StreamLane))), device), device
 
 
 def _injecting(transport: Transport) -> Any:
     if isinstance(transport, ShmTransport):
         return injecting_datagrams(transport)
     assert isinstance(transport, OnDevice)
-    return injecting_datagrams(carrier_of(transport._inner)._inner)
+    return injecting_datagrams(base_of(transport._inner))
 
 
 async def _serve(transport: Transport, pipe: Pipe) -> None:

@@ -22,7 +22,7 @@ from rrfp.transports.base import Message
 from rrfp.transports.shm.datagrams import pack
 from rrfp.transports.shm.slots import HEAD_BYTES
 from rrfp.transports.shm.transport import ShmTransport
-from rrfp.transports.wire import VERSION
+from rrfp.transports.wire.codec import VERSION
 
 MIB = 1 << 20
 

@@ -14,10 +14,11 @@ from compute.separate_double import SeparateDouble, check_races, closing, put
 from torch import Tensor
 from transports.on_device import CpuOnlyInproc
 
-from rrfp.compute.devices.base import Device
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import Device
+from rrfp.devices.copies import DeviceCopies
 from rrfp.transports.base import Transport, TransportContext
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.transport import staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 MakeTransport = Callable[[TransportContext], Transport]
@@ -27,17 +28,17 @@ def zmq(context: TransportContext) -> Transport:
     return ZmqTransport(context, "ipc")
 
 
-class GatedCopies(StreamCopies):
+class GatedCopies(DeviceCopies):
     """Copies that begin when the test allows it."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(device)
+        super().__init__(device, StreamLane)
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    async def to_device(self, tensors: Sequence[Tensor], *, peer: int | None = None) -> list[Tensor]:
         await self.gate.wait()
-        return await super().to_device(tensors)
+        return await super().to_device(tensors, peer=peer)
 
 
 class Ends:

@@ -1,4 +1,4 @@
-"""Two ranks of transport collective, of which rank 1 stops while edges are made.
+"""Two ranks of transport collective, of which rank 1 stops while process groups are made.
 
 Rank 1 is `serve`; rank 0 is this file as a script: an interpreter of its own, which ends as one does.
 """
@@ -6,6 +6,7 @@ Rank 1 is `serve`; rank 0 is this file as a script: an interpreter of its own, w
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import sys
@@ -18,10 +19,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from rrfp.errors import RrfpError
+from rrfp.lab.gloo_backend import GlooBackend
 from rrfp.transports.base import TransportContext
-from rrfp.transports.carried.wires import EdgeName
-from rrfp.transports.collective.gloo import GlooBackend
-from rrfp.transports.collective.threads import abort_at_exit
+from rrfp.transports.collective.channel import RankPair
 from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.rendezvous import StoreRendezvous
 
@@ -65,16 +65,16 @@ class Watched(Store):
 class Stopping(GlooBackend):
     """Stops its process when it has published its address."""
 
-    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+    def connect(self, pair: RankPair, store: Any, timeout_s: float) -> Any:
         def stop(call: str, key: str) -> None:
             if call == "set":
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-        return super().connect(edge, Watched(store, stop), timeout_s)
+        return super().connect(pair, Watched(store, stop), timeout_s)
 
 
 def serve(store: str, role: str) -> None:
-    """Rank 1, which makes its first edge until it stops; ``role`` is that of rank 0."""
+    """Rank 1, which makes its first group until it stops; ``role`` is that of rank 0."""
     torch.set_num_threads(1)
     asyncio.run(CollectiveTransport(context(1, store), Stopping(1, ADDRESSES[role][1])).start())
 
@@ -87,17 +87,17 @@ class Noting(GlooBackend):
         self.transport: CollectiveTransport | None = None
         self._peer = peer
         self._loop = asyncio.get_running_loop()
-        abort_at_exit(self)
+        atexit.register(self._wake)
 
-    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+    def connect(self, pair: RankPair, store: Any, timeout_s: float) -> Any:
         def note(call: str, key: str) -> None:
             if (call, key) == ("get", "0/1") and self.transport is not None:
                 self._loop.call_soon_threadsafe(self.transport.abort)
 
-        return super().connect(edge, Watched(store, note), timeout_s)
+        return super().connect(pair, Watched(store, note), timeout_s)
 
-    def abort(self) -> None:
-        """At the end of the process."""
+    def _wake(self) -> None:
+        """At the end of the process, before it waits for threads."""
         os.kill(self._peer, signal.SIGCONT)
 
 

@@ -22,9 +22,9 @@ from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.auto import AutoTransport, auto_transport, explain
 from rrfp.transports.base import Transport, TransportContext
-from rrfp.transports.flow import HomeLoop
 from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, obstacle_between, this_host

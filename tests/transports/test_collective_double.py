@@ -14,16 +14,19 @@ import pytest
 import torch
 import transports.makers as makers
 from batches import long
-from transports.checks import CHECKS
+from transports.collective_pair import announce, link_of, post
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError
-from rrfp.lab.collective_double import DoubleBackend, DoubleNetwork, DoublePipe
-from rrfp.testing.transport_checks import Check, MakePair, Pair, PairOptions, SkippedError
+from rrfp.lab.collective_double import DoubleBackend, DoubleGroup, DoubleNetwork
+from rrfp.testing.checks import SkippedError
+from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.data import check_every_dtype
+from rrfp.testing.transport_checks.ends import check_peer_that_dies
+from rrfp.testing.transport_checks.flow import check_cancelled_send, check_fifo_per_channel
 from rrfp.testing.transport_checks.pair import data, receive, soon
+from rrfp.testing.transport_checks.peers import check_three_ranks
 from rrfp.transports.base import Channel
-from rrfp.transports.carried.announcements import EDGE
-from rrfp.transports.carried.arrivals import AnnouncedReceives
-from rrfp.transports.carried.wires import Edge, EdgeName
+from rrfp.transports.collective.channel import GroupChannel, RankPair
 from rrfp.transports.collective.transport import CollectiveTransport
 
 
@@ -41,18 +44,18 @@ def over(network: DoubleNetwork, backend: type[DoubleBackend] = DoubleBackend) -
 
 
 #: Those that every test run tries.
-FEW = ("fifo_per_channel", "every_dtype", "cancelled_send", "peer_that_dies", "three_ranks")
+FEW = (check_fifo_per_channel, check_every_dtype, check_cancelled_send, check_peer_that_dies, check_three_ranks)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize(
     "check",
-    [check if name in FEW else long(check) for name, check in CHECKS.items()],
-    ids=CHECKS,
+    [check if check in FEW else long(check) for check in ALL_CHECKS],
+    ids=[check.__name__.removeprefix("check_") for check in ALL_CHECKS],
 )
 async def test_contract(check: Check, lazy: bool) -> None:
-    """With a slot for each edge of a rank; also where each post blocks its thread until the other end posts."""
+    """With a slot for each group of a rank; also where each post blocks its thread until the other end posts."""
     network = DoubleNetwork(slots=4, lazy=lazy)
     try:
         await check(over(network))
@@ -82,7 +85,7 @@ async def exchange(pair: Pair, count: int = 8) -> None:
 async def ends_with(network: DoubleNetwork, make_pair: MakePair) -> str:
     """The failure that the network names."""
     async with make_pair(PairOptions()) as pair:
-        with pytest.raises(RrfpError, match="its edge failed") as raised:
+        with pytest.raises(RrfpError, match="its tensors failed to arrive") as raised:
             await exchange(pair)
     assert isinstance(raised.value, PeerLostError)
     assert network.failure is not None
@@ -91,22 +94,22 @@ async def ends_with(network: DoubleNetwork, make_pair: MakePair) -> str:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed edge is reported soon."""
+    """A failed group is reported soon."""
     monkeypatch.setattr("rrfp.timeouts.FAREWELL_TIMEOUT_S", 0.05)
 
 
-class Reversed(AnnouncedReceives):
+class Reversed(GroupChannel):
     """Waits for two announcements, and posts their receives the other way round."""
 
-    def _post_in_order(self, edge: Edge) -> None:
+    def _add(self, number: int, announced: Any) -> None:
+        self._early[number] = announced
         if len(self._early) < 2:
             return
-        for number in sorted(self._early, reverse=True):
-            entry = self._early.pop(number)
-            assert entry is not None
-            edge.number = number
-            self._post(edge, *entry)
-        edge.number += 2
+        first = self._incoming.number
+        for each in sorted(self._early, reverse=True):
+            self._incoming.number = each
+            self._post(self._early.pop(each))
+        self._incoming.number = first + 2
 
 
 @pytest.mark.usefixtures("impatient")
@@ -115,7 +118,7 @@ async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
     monkeypatch: pytest.MonkeyPatch, lazy: bool
 ) -> None:
     """A kernel waits for bytes that the one at the other end does not have."""
-    monkeypatch.setattr("rrfp.transports.carried.link.AnnouncedReceives", Reversed)
+    monkeypatch.setattr("rrfp.transports.collective.transport.GroupChannel", Reversed)
     network = DoubleNetwork(slots=4, lazy=lazy)
     failure = await ends_with(network, over(network))
     assert failure.startswith("CollectiveDeadlockError: nothing can go on: rank ")
@@ -126,7 +129,7 @@ async def test_receives_in_another_order_than_announced_are_a_named_deadlock(
 @pytest.mark.usefixtures("impatient")
 async def test_receives_of_equal_size_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and the data would be wrong."""
-    monkeypatch.setattr("rrfp.transports.carried.link.AnnouncedReceives", Reversed)
+    monkeypatch.setattr("rrfp.transports.collective.transport.GroupChannel", Reversed)
     network = DoubleNetwork(slots=4)
     async with over(network)(PairOptions()) as pair:
         sends = [pair.left.send(1, data(torch.full((3,), float(index)), index=index)) for index in range(2)]
@@ -136,24 +139,23 @@ async def test_receives_of_equal_size_in_another_order_are_named(monkeypatch: py
 
 
 class OnOneThread(DoubleBackend):
-    """Posts for all edges of a rank on one thread, as a loop that posts itself would."""
+    """Posts for all groups of a rank on one thread, as a loop that posts itself would."""
 
     def __init__(self, network: DoubleNetwork, rank: int) -> None:
         super().__init__(network, rank)
         self._turn = threading.Lock()
 
-    def connect(self, edge: EdgeName, store: object, timeout_s: float) -> Any:
-        wire: Any = super().connect(edge, store, timeout_s)
-        pipe: DoublePipe = wire._pipe
-        pipe.host = self._rank
-        move = pipe.move
+    def connect(self, pair: RankPair, store: object, timeout_s: float) -> Any:
+        group = super().connect(pair, store, timeout_s)
+        group.host = self._rank
+        move = group.move
 
         def in_turn(number: int, tensors: Any) -> None:
             with self._turn:
                 move(number, tensors)
 
-        pipe.move = in_turn  # type: ignore[method-assign]
-        return wire
+        group.move = in_turn  # type: ignore[method-assign]
+        return group
 
 
 @pytest.mark.usefixtures("impatient")
@@ -177,14 +179,14 @@ async def test_posts_that_return_may_be_made_on_one_thread() -> None:
     assert network.failure is None
 
 
-async def test_kernels_of_more_edges_than_a_device_has_room_for_are_a_named_deadlock() -> None:
+async def test_kernels_of_more_groups_than_a_device_has_room_for_are_a_named_deadlock() -> None:
     """Two sends at once, each of which takes the slot that the other's receive needs: so kernels must be small."""
     for slots in (1, 2):
         network = DoubleNetwork(slots)
         pipes = [
-            DoublePipe(network, edge, is_source, host=(edge, is_source))
+            DoubleGroup(network, pair, is_source, host=(pair, is_source))
             for is_source in (True, False)
-            for edge in (EdgeName(0, 1), EdgeName(1, 0))
+            for pair in (RankPair(0, 1), RankPair(1, 0))
         ]
         await asyncio.gather(*(asyncio.to_thread(network.join, pipe, 10.0) for pipe in pipes))
         for pipe in pipes:
@@ -201,14 +203,14 @@ async def test_kernels_of_more_edges_than_a_device_has_room_for_are_a_named_dead
             )
 
 
-async def test_an_announcement_that_is_refused_ends_an_edge_without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_announcement_that_is_refused_ends_a_group_without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors may have been posted, so all later ones would be another's."""
     monkeypatch.setattr("rrfp.timeouts.FAREWELL_TIMEOUT_S", 0.05)
     network = DoubleNetwork(slots=4)
     async with over(network)(PairOptions(max_message_bytes=1 << 10)) as pair:
-        left: Any = pair.left
-        left._links[1]._sender._max_message_bytes = 1 << 20
-        sending = asyncio.create_task(left.send(1, data(torch.zeros(1 << 12, dtype=torch.uint8))))
+        base = link_of(cast(Any, pair.left)).base
+        base.context = replace(base.context, max_message_bytes=1 << 20)
+        sending = asyncio.create_task(pair.left.send(1, data(torch.zeros(1 << 12, dtype=torch.uint8))))
         with pytest.raises(RrfpError, match="max_message_bytes"):
             await soon(pair.right.receive(), "the announcement is refused")
         with pytest.raises(PeerLostError, match="an announcement was refused"):
@@ -229,15 +231,16 @@ async def test_a_transfer_behind_one_that_was_left_out_takes_none_of_its_data(
         left, right = cast(Any, pair.left), pair.right
         first, second = (data(torch.full((4,), value, dtype=torch.uint8)) for value in (1, 2))
         if why == "it is refused":
-            sending = [left._links[1]._sender._edge.post(first.tensors)]
-            await left._carrier.send(1, replace(data(None), body={EDGE: [0, [["uint8", [4], True]]]}))
+            sending: list[asyncio.Future[None]] = [post(left, *cast(Any, first.tensors))]
+            await announce(left, ["uint8", [4], True])
+            link_of(left)._number = 1
             with pytest.raises(FrameError, match="requires_grad"):
                 await soon(right.receive(), "the announcement is refused")
         else:
             monkeypatch.setattr(DoubleBackend, "empty", full_at_first(DoubleBackend.empty))
             sending = [asyncio.create_task(left.send(1, first))]
         sending.append(asyncio.create_task(left.send(1, second)))
-        with pytest.raises(PeerLostError, match="its edge failed"):
+        with pytest.raises(PeerLostError, match="its tensors failed to arrive"):
             await soon(right.receive(), "the loss is reported")
         assert network.failure is None
         right.abort()

@@ -1,4 +1,4 @@
-"""How edges over gloo are made: peers that make none, starts that are given up, settings that are refused."""
+"""How process groups are made, over gloo: peers that make none, starts that are given up, settings that are refused."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ import torch
 import transports.makers as makers
 
 from rrfp.errors import ConfigError, TransportClosedError, TransportError
+from rrfp.lab.gloo_backend import GlooBackend, over_gloo
 from rrfp.testing.transport_checks.pair import soon
 from rrfp.transports import DeviceCopies
 from rrfp.transports.base import TransportContext
-from rrfp.transports.carried.wires import EdgeName
-from rrfp.transports.collective.gloo import GlooBackend
-from rrfp.transports.collective.nccl import check_environment
-from rrfp.transports.collective.transport import CollectiveTransport, choose_backend
+from rrfp.transports.collective.channel import RankPair
+from rrfp.transports.collective.transport import CollectiveTransport, check_leave, nccl_backend
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 
 
-async def test_a_peer_that_can_make_no_edge_is_named_at_once() -> None:
-    left, right = makers.contexts(rendezvous=makers.Store(), connect_timeout_s=60.0, allow_insecure=True)
-    one = CollectiveTransport(left)
+async def test_a_peer_that_can_make_no_group_is_named_at_once() -> None:
+    left, right = makers.contexts(rendezvous=makers.Store(), connect_timeout_s=60.0)
+    one = over_gloo(left)
     other = CollectiveTransport(right, Refusing(1))
     started = asyncio.gather(one.start(), other.start(), return_exceptions=True)
     first, second = await soon(started, "both give up")
     assert isinstance(first, TransportError)
     assert str(first).startswith("rank 1 connected, then left: ")
     assert isinstance(second, TransportError)
-    assert str(second) == "no edge with rank 0 within 60 s: no network here"
+    assert str(second) == "no process group with rank 0 within 60 s: no network here"
 
 
 class Refusing(GlooBackend):
-    """Cannot make edges."""
+    """Cannot make groups."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank, "127.0.0.1")
 
-    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+    def connect(self, pair: RankPair, store: Any, timeout_s: float) -> Any:
         raise RuntimeError("no network here")
 
 
@@ -56,7 +55,7 @@ class Stuck(GlooBackend):
         self.entered = threading.Event()
         self.released = threading.Event()
 
-    def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+    def connect(self, pair: RankPair, store: Any, timeout_s: float) -> Any:
         self.entered.set()
         self.released.wait()
         raise RuntimeError("released")
@@ -71,7 +70,7 @@ async def stuck_start(**changes: Any) -> AsyncIterator[tuple[CollectiveTransport
     starts = [asyncio.create_task(end.start()) for end in (one, other)]
     try:
         for backend in backends:
-            await soon(asyncio.to_thread(backend.entered.wait, 10), "the start waits for an edge")
+            await soon(asyncio.to_thread(backend.entered.wait, 10), "the start waits for a group")
         yield one, other, starts[0]
     finally:
         for backend in backends:
@@ -83,11 +82,11 @@ async def stuck_start(**changes: Any) -> AsyncIterator[tuple[CollectiveTransport
 
 async def test_a_backend_that_connects_for_too_long_is_not_waited_for() -> None:
     async with stuck_start(connect_timeout_s=1.0) as (_, _, starting):
-        with pytest.raises(TransportError, match="no edge with rank 1 within 1 s: its end did not come"):
+        with pytest.raises(TransportError, match="no process group with rank 1 within 1 s: its end did not come"):
             await soon(starting, "start ends")
 
 
-async def test_a_peer_that_ends_while_edges_are_made_is_not_waited_for() -> None:
+async def test_a_peer_that_ends_while_groups_are_made_is_not_waited_for() -> None:
     async with stuck_start(connect_timeout_s=60.0) as (_, other, starting):
         other.abort()
         with pytest.raises(TransportError, match="rank 1 connected, then left"):
@@ -102,22 +101,22 @@ async def test_an_abort_ends_a_start_whose_backend_does_not_return() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
+async def test_a_start_that_waits_for_a_group_can_be_given_up(how: str) -> None:
     """No thread waits on for the peer (the leak guard looks)."""
     entered = threading.Event()
 
     class Waiting(GlooBackend):
-        def connect(self, edge: EdgeName, store: Any, timeout_s: float) -> Any:
+        def connect(self, pair: RankPair, store: Any, timeout_s: float) -> Any:
             entered.set()
-            return super().connect(edge, store, timeout_s)
+            return super().connect(pair, store, timeout_s)
 
     rendezvous = LocalRendezvous()
-    await rendezvous.publish(f"collective/{makers.RUN_ID}/0/1", b"gloo")
-    context = makers.contexts(rendezvous=rendezvous)[0]
-    one = CollectiveTransport(context, Waiting(0, "127.0.0.1"))
-    one._carrier = InprocTransport(TransportContext(0, (), makers.RUN_ID, LocalRendezvous()))
+    left, right = makers.contexts(rendezvous=rendezvous)
+    base = InprocTransport(right)  # the peer is there, and makes no group
+    one = CollectiveTransport(left, Waiting(0, "127.0.0.1"))
+    joining = asyncio.create_task(base.start())
     starting = asyncio.create_task(one.start())
-    await soon(asyncio.to_thread(entered.wait, 10), "the start waits for an edge")
+    await soon(asyncio.to_thread(entered.wait, 10), "the start waits for a group")
     if how == "abort":
         one.abort()
         with pytest.raises(TransportClosedError):
@@ -126,35 +125,23 @@ async def test_a_start_that_waits_for_an_edge_can_be_given_up(how: str) -> None:
         starting.cancel()
         await soon(asyncio.wait({starting}), "start ends")
         assert starting.cancelled()
+    await joining
+    base.abort()
 
 
 @pytest.mark.parametrize("single_host", [True, False], ids=["one host", "several hosts"])
-async def test_plain_edges_need_a_leave(single_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plain_connections_need_a_leave(single_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job with a secret and of one without, over loopback too: any user of the host may connect there."""
     monkeypatch.setattr("rrfp.transports.collective.transport.interface_towards_master", lambda: "192.0.2.7")
     address = "127.0.0.1" if single_host else "192.0.2.7"
     bare = makers.contexts(single_host=single_host)[0]
     secret = replace(bare, secret=makers.SECRET)
     with pytest.raises(ConfigError, match=rf"collective would use tcp at {re.escape(address)} .*allow_insecure=True"):
-        await CollectiveTransport(bare).start()
+        await check_leave(bare)
     with pytest.raises(ConfigError, match=rf"plain text over tcp at {re.escape(address)}, .*; pass data='plain'"):
-        await CollectiveTransport(secret).start()
+        await check_leave(secret)
     for context in (replace(bare, allow_insecure=True), replace(secret, plain_data=True)):
-        assert isinstance(await choose_backend(context), GlooBackend)
-
-
-class Other(GlooBackend):
-    """Says that it is another one."""
-
-    name = "nccl"
-
-
-async def test_ranks_with_different_backends_are_named() -> None:
-    left, right = makers.contexts(rendezvous=makers.Store(), allow_insecure=True)
-    one, other = CollectiveTransport(left), CollectiveTransport(right, Other(1, "127.0.0.1"))
-    errors = await soon(asyncio.gather(one.start(), other.start(), return_exceptions=True), "both give up")
-    assert [type(error) for error in errors] == [ConfigError, ConfigError]
-    assert str(errors[0]).startswith("rank 0 moves tensors by gloo, rank 1 by b'nccl', if no other program wrote ")
+        assert await check_leave(context) == address
 
 
 @pytest.mark.parametrize(
@@ -169,20 +156,37 @@ async def test_ranks_with_different_backends_are_named() -> None:
     ],
     ids=["none", "good", "one queue", "few queues", "no number", "implicit order"],
 )
-def test_settings_under_which_nccl_edges_deadlock_are_refused_by_name(environ: dict[str, str], refused: str) -> None:
+async def test_settings_under_which_nccl_deadlocks_are_refused_by_name(
+    environ: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     if not refused:
-        check_environment(environ)
+        await nccl_backend(on_cuda())
         return
     with pytest.raises(ConfigError, match=refused) as raised:
-        check_environment(environ)
+        await nccl_backend(on_cuda())
     assert "transport='auto', which copies tensors through host memory" in str(raised.value)
+
+
+def on_cuda() -> TransportContext:
+    class Copies:
+        kind, index = "cuda", 0
+
+    return replace(makers.contexts(allow_insecure=True)[0], copies=cast(DeviceCopies, Copies()))
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 async def test_a_rank_on_cuda_without_nccl_is_told_what_is_left() -> None:
-    class Copies:
-        kind, index = "cuda", 0
-
-    context = makers.contexts(allow_insecure=True)[0]
     with pytest.raises(ConfigError, match="this torch has no NCCL; 'auto' copies tensors through host memory"):
-        await choose_backend(replace(context, copies=cast(DeviceCopies, Copies())))
+        await nccl_backend(on_cuda())
+
+
+async def test_a_rank_on_the_cpu_is_told_that_collective_is_for_cuda() -> None:
+    context = makers.contexts(allow_insecure=True)[0]
+    with pytest.raises(ConfigError, match="must be another one for ranks on the CPU: it moves tensors between CUDA"):
+        await CollectiveTransport(context).start()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rrfp.transports.tensor_bytes import allocate, copy_bytes
+from rrfp.transports.wire.tensor_bytes import allocate, copy_bytes
 
 NUM_BYTES = 8 << 20
 ROUNDS = 200

@@ -12,7 +12,7 @@ from rrfp import timeouts
 from rrfp.errors import FrameError
 from rrfp.testing.transport_checks.pair import PairOptions, data, index_of, receive, soon
 from rrfp.transports.base import Channel, DeliversMessages
-from rrfp.transports.flow import Credits, cost_of
+from rrfp.transports.links.flow import Credits, cost_of
 
 WINDOW = 100_000
 

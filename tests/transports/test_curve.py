@@ -7,7 +7,6 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,11 +23,8 @@ from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.auto import AutoTransport
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.wire import Codec
-from rrfp.transports.zmq.gate import Gate
-from rrfp.transports.zmq.inlet import ZmqInlet
-from rrfp.transports.zmq.outlet import open_socket
-from rrfp.transports.zmq.security import ALL_CHANNELS, Published, Security
+from rrfp.transports.wire.codec import Codec
+from rrfp.transports.zmq.security import Published, Security
 from rrfp.transports.zmq.transport import ZmqTransport, endpoint_key
 
 __all__ = ["fork_server"]
@@ -181,51 +177,41 @@ class Delayed:
         await self._inner.publish(key, value)
 
 
-class Reports:
-    """Takes what an inlet reports."""
-
-    def __init__(self) -> None:
-        self.errors: list[FrameError] = []
-        self.others: list[Any] = []
-
-    def on_bad_frame(self, error: FrameError) -> None:
-        self.errors.append(error)
-
-    def on_rejected(self, sentence: str) -> None:
-        self.others.append(sentence)
-
-    def on_message(self, message: Message, num_bytes: int) -> None:
-        self.others.append(message)
-
-    def on_link_frame(self, route: Any, sealed: Any) -> None:
-        self.others.append(sealed)
-
-    def on_disconnected(self, peer: int, channel: Channel) -> None:
-        self.others.append(peer)
-
-
 @pytest.mark.parametrize("identity", [b"0/control", b"nobody"])
-async def test_a_rank_cannot_speak_as_another(identity: bytes) -> None:
+async def test_a_rank_cannot_speak_as_another(identity: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 has a key of its own that is admitted, and writes as rank 0."""
-    zero, one, two = makers.contexts(PairOptions(ranks=3), secret=SECRET)
-    server, client, reports, sockets = Security(one), Security(two), Reports(), zmq.Context()
-    gate = Gate(sockets, reports.on_rejected)
-    inlet = ZmqInlet(sockets, Codec(one), one, reports, ALL_CHANNELS, server)
+    keys = dict[int, Security]()
+
+    class Kept(Security):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            keys[context.rank] = self
+
+    monkeypatch.setattr("rrfp.transports.zmq.transport.Security", Kept)
+    ends = zero, one, two = over_tcp(makers.contexts(PairOptions(ranks=3), secret=SECRET))
+    starting = [asyncio.create_task(end.start()) for end in (one, two)]
+    sockets = zmq.Context()
     try:
-        own = server.publish([inlet.bind("127.0.0.1", 1)])
-        server.admit(2, server.check(2, client.publish(["ipc://@nowhere"])), gate)
-        protect = partial(client.protect_outlet, peer=1, published=client.check(1, own), channel=Channel.CONTROL)
-        socket = open_socket(sockets, identity, Channel.CONTROL, protect)
-        for parts in forged(zero):
+        published = Published.unpack(await one.context.rendezvous.lookup(endpoint_key(one.context, 1), 5))
+        await until(lambda: two.context.rank in keys)
+        socket = sockets.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        socket.connect(keys[2].protect_outlet(socket, 1, published, Channel.CONTROL))
+        for parts in forged(zero.context):
             socket.send_multipart(parts, zmq.NOBLOCK)
-        await until(lambda: len(reports.errors) == 2)
-        assert [(error.peer, error.field) for error in reports.errors] == [(2, "sender")] * 2
-        assert reports.others == []
+        await until(lambda: one.statistics().dropped_frames == 2)
         socket.close(linger=0)
+        await soon(asyncio.gather(zero.start(), *starting), "the real rank connects")
+        for _ in range(2):
+            with pytest.raises(FrameError) as raised:
+                await soon(one.receive(), "what was refused")
+            assert (raised.value.peer, raised.value.field) == (2, "sender")
+        assert index_of(await pass_on(Pair(zero, one, makers.RUN_ID), data(torch.ones(2), index=1))) == 1
     finally:
-        inlet.close()
-        gate.close()
         sockets.destroy(linger=0)
+        for end in ends:
+            end.abort()
+        await asyncio.gather(*starting, return_exceptions=True)
 
 
 async def test_a_rank_on_ipc_connects_to_one_on_tcp() -> None:

@@ -14,8 +14,10 @@ import transports.makers as makers
 from rrfp.errors import ConfigError, PeerLostError, TransportError
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, soon
+from rrfp.transports import BufferPool
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.pool import POOLED_FROM_BYTES, BufferPool
+
+MIB = 1 << 20
 
 
 async def test_a_peer_whose_loop_ends_is_lost() -> None:
@@ -65,7 +67,7 @@ async def test_a_stage_has_one_transport() -> None:
 
 
 def test_memory_is_used_again_once_nobody_refers_to_it() -> None:
-    pool, size = BufferPool(), 4 * POOLED_FROM_BYTES
+    pool, size = BufferPool(), MIB
     tensor = torch.frombuffer(pool.acquire(size), dtype=torch.uint8)
     address = tensor.data_ptr()
     other = torch.frombuffer(pool.acquire(size), dtype=torch.uint8)
@@ -79,7 +81,7 @@ def test_memory_is_used_again_once_nobody_refers_to_it() -> None:
 
 
 def test_idle_memory_is_bounded_and_the_oldest_size_goes_first() -> None:
-    unit = POOLED_FROM_BYTES
+    unit = MIB
     pool = BufferPool(idle_bytes=4 * unit)
     for count in (1, 2, 3):
         pool.acquire(count * unit).release()

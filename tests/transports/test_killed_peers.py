@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,13 @@ from transports.connected_peer import connected, next_loss
 from transports.peer_process import LARGE_BYTES, RUN_ID, STREAMED_BYTES, send_without_end
 from transports.shm_state import descriptors, mappings, until
 
-from rrfp.compute.devices.copies import SharingCopies
+from rrfp.devices.copies import SharesDeviceMemory
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, Transport
-from rrfp.transports.cuda_ipc.transport import CudaIpcTransport, PulledTransport
+from rrfp.transports.cuda_ipc.slots import SLOTS
+from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 
 __all__ = ["fork_server"]
 
@@ -150,20 +150,21 @@ async def test_a_send_that_waits_while_its_peer_is_killed_ends(store: str, name:
         assert error.peer == 1
 
 
-async def test_a_sender_killed_while_its_memory_is_pulled_is_one_loss(store: str) -> None:
-    """This rank's device never completes the pull, so the death comes in the middle of it."""
+async def test_a_sender_killed_while_its_memory_is_read_is_one_loss(store: str) -> None:
+    """This rank's device never completes the copy, so the death comes in the middle of it."""
     async with connected(store, "cuda_ipc", "stream", own_role="stuck") as (transport, process):
-        pulls, copies = pulls_of(transport), transport.context.copies
-        assert isinstance(copies, SharingCopies)
+        assert isinstance(transport, CudaIpcTransport)
+        link, copies = transport._links[1], transport.context.copies
+        assert isinstance(copies, SharesDeviceMemory)
         device = copies._device
         assert isinstance(device, DoubleDevice)
         async with asyncio.timeout(20):
-            while not device._memory._pending:  # noqa: ASYNC110 - nothing is received before its pull has ended
+            while not device._memory._pending:  # noqa: ASYNC110 - nothing is received before its copy has ended
                 await asyncio.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         error, messages = await next_loss(transport)
         assert (error.peer, messages) == (1, [])
-        assert pulls.posted
+        assert link._arrivals.pending
         with pytest.raises(PeerLostError):
             await transport.send(1, data(torch.ones(3)))
         with pytest.raises(TimeoutError):
@@ -171,10 +172,15 @@ async def test_a_sender_killed_while_its_memory_is_pulled_is_one_loss(store: str
                 await transport.receive()
 
 
-async def test_a_receiver_killed_before_it_acknowledges_ends_the_send(store: str) -> None:
-    """Its device never completes the pull."""
+async def test_a_receiver_killed_before_it_gives_slots_back_ends_the_sends(store: str) -> None:
+    """Its device never completes the copies."""
     async with connected(store, "cuda_ipc", "stuck") as (transport, process):
-        sending = asyncio.create_task(transport.send(1, data(torch.ones(3))))
+        copies = transport.context.copies
+        assert copies is not None
+        (tensor,) = await copies.to_device([torch.ones(3)])
+        for _ in range(SLOTS):
+            await soon(transport.send(1, data(tensor)), "there is a slot")
+        sending = asyncio.create_task(transport.send(1, data(tensor)))
         done, _ = await asyncio.wait({sending}, timeout=0.2)
         assert not done
         process.send_signal(signal.SIGKILL)
@@ -182,10 +188,3 @@ async def test_a_receiver_killed_before_it_acknowledges_ends_the_send(store: str
             await soon(sending, "the send ends")
         error, _ = await next_loss(transport)
         assert error.peer == 1
-
-
-def pulls_of(transport: Transport) -> Any:
-    assert isinstance(transport, CudaIpcTransport)
-    (pulled,) = transport._inners
-    assert isinstance(pulled, PulledTransport)
-    return pulled._links[1]._arrivals

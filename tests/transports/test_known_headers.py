@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import transports.makers as makers
 
-from rrfp.transports.wire import Codec
+from rrfp.transports.wire.codec import Codec
 
 
 def codec() -> Codec:

@@ -14,11 +14,12 @@ import transports.makers as makers
 from compute.separate_double import CountingDouble, check_races, closing, put
 from torch import Tensor
 
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, soon
 from rrfp.transports.base import Transport
 from rrfp.transports.shm.transport import ShmTransport
-from rrfp.transports.staged import staged
+from rrfp.transports.tunnel.transport import staged
 
 LARGE = 1 << 16
 
@@ -33,7 +34,7 @@ class Unpinnable(CountingDouble):
 @asynccontextmanager
 async def ends(devices: Sequence[CountingDouble]) -> AsyncIterator[tuple[Transport, Transport]]:
     contexts = [
-        replace(context, copies=StreamCopies(device))
+        replace(context, copies=DeviceCopies(device, StreamLane))
         for context, device in zip(makers.contexts(), devices, strict=True)
     ]
     left, right = (staged(ShmTransport(context), context.copies) for context in contexts)

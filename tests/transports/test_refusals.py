@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from rrfp.log import get_logger
-from rrfp.transports.rate_limited_log import RateLimitedLog
+from rrfp.transports.links.rate_limited_log import RateLimitedLog
 
 
 def test_a_flood_is_a_line_a_second_that_counts_the_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ from rrfp.transports.base import Channel
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody, pack
 from rrfp.transports.shm.slots import HEAD_BYTES, size_class
 from rrfp.transports.shm.transport import ShmTransport
-from rrfp.transports.wire import VERSION
+from rrfp.transports.wire.codec import VERSION
 
 __all__ = ["no_garbage", "no_mappings"]
 

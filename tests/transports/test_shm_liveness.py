@@ -21,7 +21,7 @@ from transports.shm_state import descriptors, no_garbage, no_mappings, shm_pair,
 from rrfp.errors import PeerLostError, TransportError
 from rrfp.testing.transport_checks import run_transport_checks
 from rrfp.transports.base import Channel
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm import liveness
 from rrfp.transports.shm.liveness import PeerLiveness
 

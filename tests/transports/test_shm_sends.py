@@ -26,7 +26,7 @@ from rrfp.errors import PeerLostError, TransportClosedError, TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, note, receive, soon, stays_pending
 from rrfp.transports.base import Channel
 from rrfp.transports.shm.transport import ShmTransport, address_key
-from rrfp.transports.wire import MAX_HEADER_BYTES
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES
 
 __all__ = ["no_garbage", "no_mappings"]
 

@@ -15,7 +15,8 @@ from transports.checks import CHECKS
 from transports.on_device import CpuOnlyInproc, over
 from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
-from rrfp.compute.devices.copies import StreamCopies
+from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double import DoubleEvent
 from rrfp.testing.order import reordered
@@ -23,7 +24,8 @@ from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, running, soon, stays_pending
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.staged import DEVICES, StagedTransport, staged
+from rrfp.transports.tunnel.announcements import DEVICES
+from rrfp.transports.tunnel.transport import StagedTransport, staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
 
@@ -61,7 +63,7 @@ async def test_a_rank_on_the_cpu_talks_to_one_on_a_device(
 
 def test_what_carries_the_device_is_not_wrapped() -> None:
     (context, _), device = makers.contexts(), SeparateDouble()
-    with_device = replace(context, copies=StreamCopies(device))
+    with_device = replace(context, copies=DeviceCopies(device, StreamLane))
     inproc = InprocTransport(with_device)
     assert staged(inproc, with_device.copies) is inproc
     assert staged(ZmqTransport(context), None).carries == {"cpu"}
@@ -174,22 +176,23 @@ async def test_between_two_devices_of_one_process_tensors_do_not_touch_host_memo
     assert devices[0].peak == devices[1].peak == 0
 
 
-def test_messages_without_device_tensors_pass_as_they_are() -> None:
-    (context, _), sent = makers.contexts(), []
+async def test_messages_without_device_tensors_pass_as_they_are() -> None:
+    sent: list[Message] = []
 
-    class Recording(InprocTransport):
+    class Recording(CpuOnlyInproc):
         async def send(self, peer: int, message: Message) -> None:
             sent.append(message)
 
-    message = data(torch.ones(2), None)
-    asyncio.run(StagedTransport(Recording(context), StreamCopies(SeparateDouble())).send(1, message))
-    assert sent[0] is message
+    async with ends(Recording) as pair:
+        message = data(torch.ones(2), None)
+        await pair.left.send(1, message)
+        assert sent[0] is message
 
 
 async def test_three_ranks_of_which_one_computes_on_the_cpu() -> None:
     device = SeparateDouble()
     contexts = makers.contexts(PairOptions(ranks=3))
-    copies = [None, StreamCopies(device), StreamCopies(device)]
+    copies = [None, DeviceCopies(device, StreamLane), DeviceCopies(device, StreamLane)]
     ranks = [InprocTransport(replace(c, copies=own)) for c, own in zip(contexts, copies, strict=True)]
     async with closing([device]), makers.started(*ranks):
         for receiver in (0, 2):

@@ -21,10 +21,10 @@ from rrfp.errors import ConfigError, FrameError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.testing.transport_checks.pair import assert_same, data
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.header_checks import MAX_BODY_DEPTH
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.tensor_bytes import ALIGNMENT, DTYPES, allocate, as_bytes, copied_from, from_buffer
-from rrfp.transports.wire import MAX_HEADER_BYTES, VERSION, Codec
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, VERSION, Codec
+from rrfp.transports.wire.header_checks import MAX_BODY_DEPTH
+from rrfp.transports.wire.tensor_bytes import ALIGNMENT, DTYPES, allocate, as_bytes, copied_from, from_buffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

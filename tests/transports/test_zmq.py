@@ -19,8 +19,8 @@ from rrfp.errors import ConfigError, FrameError, TransportClosedError, Transport
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.base import Channel
-from rrfp.transports.flow import HomeLoop, Window, cost_of
-from rrfp.transports.wire import Codec
+from rrfp.transports.links.flow import HomeLoop, Window, cost_of
+from rrfp.transports.wire.codec import Codec
 from rrfp.transports.zmq.inlet import identity_of
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, cut, split_inline
 from rrfp.transports.zmq.transport import ZmqTransport, endpoint_key

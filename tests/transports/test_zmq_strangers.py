@@ -19,7 +19,7 @@ from rrfp.errors import FrameError
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, soon
 from rrfp.transports.base import Channel, Message, MessageKind
-from rrfp.transports.wire import VERSION, Codec
+from rrfp.transports.wire.codec import VERSION, Codec
 from rrfp.transports.zmq.transport import ZmqTransport
 
 

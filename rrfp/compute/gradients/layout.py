@@ -38,22 +38,20 @@ _SAME, _COPY, _PARTIAL, _SHARD = 0, 1, 2, 3
 
 
 def as_dtensor(tensor: Tensor | None) -> DTensor | None:
-    """``tensor`` if it is a DTensor, else None.
-
-    Never imports ``torch.distributed.tensor``, which takes seconds: without it no DTensor can exist.
-    """
+    """``tensor`` if it is a DTensor, else None."""
+    # Never imports torch.distributed.tensor, which takes seconds: without it no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
     return cast("DTensor", tensor) if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` on this rank, without a history; writing to it writes to ``tensor``."""
+    """The memory of ``tensor`` on this rank, without a history."""
     sharded = as_dtensor(tensor.detach())
     return tensor.detach() if sharded is None else sharded.to_local()
 
 
 def encode(parameter: nn.Parameter, name: str) -> int:
-    """The layout of the parameter's gradient, an integer below `TOO_LARGE`; `ABSENT` if it is None or frozen."""
+    """The layout of the parameter's gradient, an integer; `ABSENT` if there is none."""
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad:
         return ABSENT
@@ -74,7 +72,7 @@ def check_dense(gradient: Tensor, name: str) -> None:
 
 
 def zeros(parameter: nn.Parameter, layout: int) -> Tensor:
-    """A gradient of zeros for ``parameter``, of a layout that `encode` returned on another replica."""
+    """A gradient of zeros for ``parameter``, of an `encode`d layout."""
     mask = (1 << _BITS) - 1
     dtype, digits = _DTYPES[(layout & mask) - 1], layout >> _BITS
     part = torch.zeros_like(local_part(parameter), dtype=dtype)
@@ -117,10 +115,7 @@ def _digit(placement: Any, name: str) -> int:
 
 @torch.no_grad()
 def empty_totals(totals: dict[int, nn.Parameter]) -> None:
-    """Zero the gradients that are totals, because another rank or copy holds them too; remove them from ``totals``.
-
-    A parameter that is frozen now stays in ``totals``: its gradient is not reduced until it thaws.
-    """
+    """Zero the gradients in ``totals``, which others hold too, unless frozen."""
     for key, parameter in list(totals.items()):
         if parameter.requires_grad:
             del totals[key]
@@ -133,13 +128,13 @@ _SLICE_BYTES = 16 << 20
 
 
 def checksum(tensor: Tensor) -> int:
-    """48 bits computed from this rank's values of ``tensor``; the same for the same values."""
+    """48 bits computed from this rank's values of ``tensor``."""
     return checksums([tensor])[0]
 
 
 @torch.no_grad()
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """`checksum` of each of ``tensors``, which are on one device, for one wait for that device."""
+    """`checksum` of each of ``tensors``, for one wait for their device."""
     sums = [_sum_of_words(tensor) for tensor in tensors]
     values: list[int] = torch.stack(sums).tolist() if sums else []
     # Why not the sum alone? Its upper bits hardly differ; the product spreads every bit of the sum over the bits kept.
@@ -147,7 +142,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of the bytes as integers of 8 bytes, modulo 2^64: exact, so the order of additions does not matter."""
+    """The sum of the bytes as 64-bit integers: exact in any order."""
     part = local_part(tensor).contiguous().view(-1)
     octets = (torch.view_as_real(part).view(-1) if part.is_complex() else part).view(torch.uint8)
     whole = octets.numel() // 8 * 8

@@ -15,14 +15,14 @@ from rrfp.model.names import TextOf, numbered
 
 
 def needs_whole_backward(module: nn.Module) -> str | None:
-    """Why the hooks that reduce the gradients of ``module`` need a whole backward; None if there are none."""
+    """Why hooks that reduce gradients need a whole backward; or None."""
     if any(hasattr(part, "set_requires_gradient_sync") for part in module.modules()):  # fully_shard adds this method
         return "fully_shard reduces its gradients, by hooks on a whole backward"
     return None
 
 
 def shard_again(modules: Iterable[nn.Module]) -> None:
-    """Let ``fully_shard`` put back the parameters that have gradients: after an evaluation some are still gathered."""
+    """Let ``fully_shard`` put back parameters that an evaluation gathered."""
     for module in modules:
         for part in module.modules():
             reshard: Any = getattr(part, "reshard", None)
@@ -31,7 +31,7 @@ def shard_again(modules: Iterable[nn.Module]) -> None:
 
 
 def check_wrappers(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> None:
-    """Refuse modules that reduce once for each forward and backward: a step has many of both, in any order."""
+    """Refuse modules that reduce once for each forward and backward."""
     for v, module in sorted(modules.items()):
         for path, part in module.named_modules():
             if (wrapper := _wrapper(part)) is not None:

@@ -25,14 +25,13 @@ from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.errors import ConfigError
 from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
+from rrfp.plain import flag, or_none
 
 
 def check_norm(max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any) -> None:
     """Raise a ConfigError for an argument of ``clip_grad_norm_`` that is impossible."""
-    if type(error_if_nonfinite) is not bool:
-        raise ConfigError(f"error_if_nonfinite is {error_if_nonfinite!r}, must be True or False")
-    if foreach is not None and type(foreach) is not bool:
-        raise ConfigError(f"foreach is {foreach!r}, must be True, False or None")
+    flag("error_if_nonfinite", error_if_nonfinite)
+    or_none(flag, "foreach", foreach)
     fields: tuple[tuple[str, Any, str], ...] = (
         ("max_norm", max_norm, "a number >= 0"),
         ("norm_type", norm_type, "a number above 0, or inf"),
@@ -53,23 +52,13 @@ def local_norm(
     skip: Collection[Tensor] = (),
     text_of: TextOf = numbered,
 ) -> float:
-    """The norm of the gradients that this rank counts.
-
-    A gradient that is a partial sum over a mesh becomes a copy: its ranks exchange their parts, so all of them must
-    make this call while no task runs. Call it on the thread of the optimizer.
-
-    Args:
-        modules: of this process, by virtual stage; a parameter that several of them share counts once.
-        norm_type: p of the p-norm.
-        topology: where this rank is; by default it counts all its gradients.
-        ranks: for each rank of the topology its number in ``torch.distributed``; by default the same number.
-        skip: parameters that another rank counts, such as those that two stages share.
-        text_of: names virtual stages in errors.
-    """
+    """The norm of the gradients that this rank counts, all but those in ``skip``."""
+    # A gradient that is a partial sum over a mesh becomes a copy: its ranks exchange their parts, so all of them must
+    # make this call while no task runs, on the thread of the optimizer.
     skipped = {id(tensor) for tensor in skip}
     topology = Topology(0, 1) if topology is None else topology
     ranks = range(topology.world) if ranks is None else ranks
-    norms: list[float] = []
+    parts: list[Tensor] = []
     for name, parameter in parameters_once(modules, text_of):
         if parameter.grad is None:
             continue
@@ -81,9 +70,24 @@ def local_norm(
             if part.is_sparse:  # several entries may have one index: their sum is the element
                 part = part.coalesce().values()
             if part.numel():
-                part = part.abs() if part.is_complex() else part
-                norms.append(float(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64)))
-    return combined_norm(norms, norm_type)
+                parts.append(part.abs() if part.is_complex() else part)
+    return combined_norm(_norms(parts, norm_type), norm_type)
+
+
+def _norms(parts: Sequence[Tensor], norm_type: float) -> list[float]:
+    """The norm of each part. Waits once for each device."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, part in enumerate(parts):
+        alike.setdefault((part.device, part.dtype), []).append(index)
+    on_device: dict[torch.device, dict[int, Tensor]] = {}
+    for (device, _), indices in alike.items():
+        found = torch._foreach_norm([parts[index] for index in indices], norm_type, dtype=torch.float64)
+        on_device.setdefault(device, {}).update(zip(indices, found, strict=True))
+    norms = [0.0] * len(parts)
+    for by_index in on_device.values():
+        for index, norm in zip(by_index, torch.stack(list(by_index.values())).tolist(), strict=True):
+            norms[index] = norm
+    return norms
 
 
 def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:
@@ -95,11 +99,8 @@ def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:
 
 @torch.no_grad()
 def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None:
-    """Scale all gradients in place so that their norm, which was ``norm``, is ``max_norm`` at most.
-
-    As in ``torch.nn.utils.clip_grad_norm_`` the factor is ``max_norm / (norm + 1e-6)``, used if it is below 1 or nan: a
-    nan must stay visible. An infinite ``max_norm`` scales nothing.
-    """
+    """Scale all gradients in place so that their norm is ``max_norm`` at most."""
+    # As in `torch.nn.utils.clip_grad_norm_`. A nan must stay visible.
     factor = max_norm / (norm + 1e-6)
     if math.isinf(max_norm) or factor >= 1.0:
         return
@@ -157,7 +158,7 @@ def _spanned(device_mesh: Any, topology: Topology, ranks: Sequence[int]) -> set[
 
 @torch.no_grad()
 def has_overflow(parameters: Iterable[Tensor]) -> bool:
-    """Whether an element of a gradient, of this rank's part of it, is inf or nan. Waits once for each device."""
+    """Whether a gradient has an inf or nan. Waits once for each device."""
     finite: dict[torch.device, list[Tensor]] = {}
     for part in _parts(parameters):
         largest = torch.linalg.vector_norm(part, math.inf)  # nan where an element is nan; needs no memory
@@ -167,7 +168,7 @@ def has_overflow(parameters: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether an element of a gradient, of this rank's part of it, is not zero."""
+    """Whether an element of a gradient is not zero."""
     return any(bool(part.count_nonzero()) for part in _parts(parameters))
 
 

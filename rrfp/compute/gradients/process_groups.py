@@ -29,18 +29,15 @@ logger = get_logger(__name__)
 
 
 def global_ranks(topology: Topology, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-    """For each rank of ``topology`` its number in ``torch.distributed``: the same, unless it was read from ``mesh``."""
+    """For each rank of ``topology`` its number in ``torch.distributed``."""
     if mesh is None:
         return tuple(range(topology.world))
     return tuple(int(rank) for rank in mesh.mesh.flatten())
 
 
 def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
-    """Make a group of this rank and its counterparts in the other replicas, in the order of summands.
-
-    It blocks until all its ranks have joined, and lives until ``torch.distributed`` ends. ``ranks`` are those of
-    `global_ranks`. Called on the lane of the group's collectives, whose device is then the thread's current one.
-    """
+    """Make a group of this rank and its counterparts in the other replicas; blocks until all have joined."""
+    # Called on the lane of the group's collectives, whose device is then the thread's current one.
     # Why not a group of the DeviceMesh over the same ranks? The caller may use that one, and these collectives run on
     # another thread. Blocking cannot deadlock: these groups do not overlap, each rank joins one, and all ranks of a job
     # enter their pipelines in the same order.
@@ -50,7 +47,7 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
 
 
 def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
-    """Refuse a topology with replicas if ``torch.distributed`` is not initialised, or numbers the ranks otherwise."""
+    """Refuse replicas where ``torch.distributed`` does not have these ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             f"topology has {topology.summands} replicas, whose gradients torch.distributed sums: call "
@@ -66,11 +63,7 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
 def check_sharded(
     modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int], text_of: TextOf = numbered
 ) -> None:
-    """Refuse DTensor parameters over ranks that do not run their tasks in the same order.
-
-    Their collectives run inside tasks, so all ranks of their mesh must be in this rank's group. The ConfigError names
-    the first such parameter and the required ``coordinate``.
-    """
+    """Refuse DTensors over ranks that run tasks in another order, by name."""
     group = {ranks[rank] for rank in topology.group}
     for v, module in sorted(modules.items()):
         for name, parameter in named_parameters(text_of(v), module):
@@ -90,10 +83,7 @@ def check_sharded(
 def check_synchronised(
     modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int] | None, text_of: TextOf = numbered
 ) -> None:
-    """Refuse synchronized batch norm over ranks that do not run their tasks in the same order.
-
-    ``ranks`` is None where all stages are in this process. The ConfigError names the first such module.
-    """
+    """Refuse synchronized batch norm over ranks that run tasks in another order."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = set() if ranks is None else {ranks[rank] for rank in topology.group}
@@ -140,7 +130,7 @@ def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, rank
 
 
 def _why_refused(what: str, members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> str:
-    """Why a module or parameter that is ``what``, with collectives over the ranks ``members``, does not fit."""
+    """Why ``what``, with collectives over ``members``, does not fit."""
     problem = f"is {what} over the ranks {sorted(members)}, and its collectives run inside tasks"
     is_tensor = what == "a DTensor"
     owner = "the DTensor's mesh" if is_tensor else "its process_group"
@@ -161,7 +151,7 @@ def _why_refused(what: str, members: Sequence[int], topology: Topology, ranks: S
 
 
 def _crossed(members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> set[str]:
-    """The dims of the mesh along which some of ``members`` are elsewhere than this rank."""
+    """The dims of the mesh along which ``members`` are elsewhere."""
     here = topology.mesh.coordinates(topology.rank)
     there = [topology.mesh.coordinates(ranks.index(rank)) for rank in members]
     return {name for of_rank in there for name, index in of_rank.items() if index != here[name]}

@@ -58,7 +58,7 @@ class CollectiveError(Exception):
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Wrap errors of torch.distributed in a `CollectiveError`, to tell them from errors of this rank alone."""
+    """Wrap errors of torch.distributed in a `CollectiveError`."""
     try:
         yield
     except RuntimeError as error:
@@ -66,14 +66,7 @@ def collective() -> Iterator[None]:
 
 
 def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: bool = False) -> None:
-    """Replace each tensor by its sum over the ranks of ``group``.
-
-    Args:
-        tensors: dense; the same on all ranks in number, order, shapes and dtypes.
-        group: the ranks.
-        in_order: add in the order of ranks, so that the bits of the result are defined; otherwise the backend chooses
-            the order. It takes the memory of one bucket for each rank.
-    """
+    """Replace each dense tensor by its sum over the ranks, with defined bits if ``in_order``."""
     for bucket in buckets(tensors):
         flat = _flat(bucket)
         if in_order:
@@ -85,10 +78,7 @@ def sum_over(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, in_order: b
 
 
 def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Cut ``tensors`` into lists of one device and dtype, each of ``most_bytes`` at most or of one larger tensor.
-
-    Empty tensors are left out. The cut depends on order, shapes and dtypes alone, which are the same on all ranks.
-    """
+    """Cut ``tensors`` into lists of one device and dtype, alike on all ranks."""
     filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     num_bytes: defaultdict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
     for tensor in tensors:
@@ -105,7 +95,7 @@ def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterat
 
 
 def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    """``bucket`` as one dimension; a view of its tensor if it has only one and that is contiguous."""
+    """``bucket`` as one dimension: a copy, or a view of one tensor."""
     if len(bucket) == 1:
         return bucket[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -142,22 +132,9 @@ _MOST_NAMES = 4
 
 
 class GradientReducer:
-    """Sums the gradients of one rank's chunks over its counterparts in the other replicas.
+    """Sums the gradients of one rank's chunks over its counterparts in the other replicas."""
 
-    Of a DTensor it sums the local part. A parameter that several chunks share is summed once, with the last of them.
-
-    Args:
-        modules: the chunks of the rank, by virtual stage.
-        make_group: makes the group of the rank and its counterparts, in the order of replicas; may block. The group is
-            for this object alone.
-        lane: where collectives run, for this object alone: of the device that holds the gradients, so that a sum is
-            complete, and not only issued, when its call is. Not started.
-        replica: the replica that this rank belongs to.
-        deterministic: add in the order of replicas, so that the bits of the result do not depend on the backend.
-        check_every: in each so many sums the replicas compare their parameters again, as before the first; 0: never.
-        names: of this rank and its counterparts, for errors, in the order of replicas.
-        text_of: names virtual stages in errors.
-    """
+    # Of a DTensor it sums the local part. A parameter that several chunks share is summed once, with the last of them.
 
     def __init__(
         self,
@@ -173,14 +150,17 @@ class GradientReducer:
     ) -> None:
         self._text_of = text_of
         self._names = names
+        #: In each so many sums the replicas compare their parameters again, as before the first; 0: never.
         self._check_every = check_every
         #: Steps that summed, the current one included.
         self._sums = 0
         self._modules = dict(sorted(modules.items(), reverse=True))
+        #: In the order of replicas, and for this object alone.
         self._make_group = make_group
         self._group: ProcessGroup | None = None
         self._replica = replica
         self._deterministic = deterministic
+        #: Of the device that holds the gradients, so that a sum is complete when its call is.
         self._lane = lane
         #: For each chunk the parameters that it sums in this step, and the event of its turn.
         self._shares: dict[int, _Named] = {}
@@ -194,14 +174,11 @@ class GradientReducer:
         self._lane.start()
 
     async def join(self) -> None:
-        """Make the group; returns when all its ranks have joined. Called once, before the first step."""
+        """Make the group; returns when all its ranks have joined."""
         self._group = (await self._lane.enqueue(self._make_group)).result
 
     def open(self, reduces: bool) -> None:
-        """Prepare for a training step, in which `reduce` is called for every chunk or, on all replicas, for none.
-
-        Called on the caller's thread, between steps.
-        """
+        """Prepare for a training step. Called on the caller's thread."""
         if self._replica != 0:
             empty_totals(self._totals)  # replica 0 keeps them
         else:
@@ -215,7 +192,7 @@ class GradientReducer:
             self._lane.fence()
 
     async def reduce(self, virtual_stage: int) -> None:
-        """Sum the gradients of ``virtual_stage``, once all tasks of it are done and its turn has come."""
+        """Sum the gradients of ``virtual_stage``, in its turn."""
         await self._turns[virtual_stage].wait()
         summing = self._lane.enqueue(partial(self._sum, virtual_stage))
         del self._turns[virtual_stage]
@@ -263,7 +240,7 @@ class GradientReducer:
         self._totals.update((id(parameter), parameter) for parameter in present)
 
     def _agree(self, share: _Named) -> list[int]:
-        """The layout of each gradient on the replicas that have it; a StageError if these differ."""
+        """The layout of each gradient; a StageError if replicas differ."""
         if not share:
             return []
         layouts = [encode(parameter, name) for name, parameter in share]
@@ -288,13 +265,13 @@ class GradientReducer:
         return [next(values) if parameter.requires_grad else _FROZEN for _, parameter in share]
 
     def _check_values(self, named: _Named, values: Sequence[int], reduced: Sequence[int]) -> None:
-        """Compare checksums, given what `_largest` gave for both signs of them; a StageError if any differs."""
+        """Compare checksums, given the largest of both signs."""
         for (name, _), own, high, low in zip(named, values, reduced, reduced[len(values) :], strict=False):
             if high != -low:  # so on all replicas
                 raise StageError(self._difference(name, own))
 
     def _difference(self, name: str, value: int) -> str:
-        """What to say of a parameter that differs: the replicas say which of them has which value."""
+        """Which replicas have which value of a parameter, for an error."""
         import torch.distributed as dist
 
         assert self._group is not None
@@ -354,7 +331,7 @@ class GradientReducer:
 
 
 def shares(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> dict[int, _Named]:
-    """The parameters that each chunk sums, the deepest chunk first; a shared parameter with the last of its chunks."""
+    """The parameters that each chunk sums, the deepest first."""
     by_chunk: dict[int, _Named] = {}
     seen: set[int] = set()
     for v, module in sorted(modules.items()):
@@ -366,7 +343,7 @@ def shares(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> dict
 
 
 def named_parameters(where: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of ``module`` once, with its display name; ``where`` is the text for its virtual stage."""
+    """Each parameter of ``module`` once, with its display name."""
     for name, parameter in module.named_parameters():
         yield f"parameter {name!r} of {where}", parameter
 

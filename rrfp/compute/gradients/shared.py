@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class SharedGradients:
-    """The gradients of all shared parameters of a process, from all its modules by virtual stage."""
+    """The gradients of all shared parameters of a process."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         holders: dict[int, tuple[nn.Parameter, list[int]]] = {}
@@ -40,10 +40,7 @@ class SharedGradients:
         return parameter not in self._guests.get(virtual_stage, ())
 
     def swapped_in(self, virtual_stage: int) -> AbstractContextManager[None]:
-        """Within, ``.grad`` of every parameter of ``virtual_stage`` is its gradient there. Not reentrant.
-
-        Called on any thread; virtual stages with shared parameters exclude one another.
-        """
+        """Within, ``.grad`` is that of ``virtual_stage``, on one thread at a time."""
         guests = self._guests.get(virtual_stage)
         return nullcontext() if guests is None else self._swapped_in(guests)
 
@@ -70,7 +67,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def gather(self, home: int) -> None:
-        """Add the gradients of guests to those at ``home``, in the order of virtual stages, and clear them."""
+        """Add the gradients of guests to those at ``home``, in order."""
         for parameter, (first, *others) in self.holders:
             if first != home:
                 continue

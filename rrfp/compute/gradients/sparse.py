@@ -11,14 +11,14 @@ from rrfp.model.names import TextOf, numbered
 
 
 def sparse_tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The path and weight of each embedding of torch with ``sparse=True`` and a weight that requires grad."""
+    """The embeddings with ``sparse=True`` and a trained weight."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             yield path, part.weight
 
 
 def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: TextOf = numbered) -> None:
-    """Refuse tables with sparse gradients with a ConfigError that names the first one and the reason ``because``."""
+    """Refuse tables with sparse gradients, for the reason ``because``."""
     for v, module in sorted(modules.items()):
         for path, _ in sparse_tables(module):
             raise ConfigError(f"{_describe(path, text_of(v))} has sparse=True, must be sparse=False: {because}")
@@ -27,7 +27,7 @@ def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: Te
 def check_ties_not_sparse(
     modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]], text_of: TextOf = numbered
 ) -> None:
-    """Refuse tied tables with sparse gradients with a ConfigError that names the first one and its tie."""
+    """Refuse tied tables with sparse gradients."""
     names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
     for v, module in sorted(modules.items()):
         for path, weight in sparse_tables(module):

@@ -20,7 +20,7 @@ from rrfp.errors import StageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rrfp.compute.devices.base import Device
+    from rrfp.devices.base import Device
 
 
 T = TypeVar("T")

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
-from rrfp.compute.devices.base import Device, Event, Stream
 from rrfp.compute.lanes.base import Execution, as_exception
 from rrfp.compute.lanes.thread import ThreadLane, complete, settle
-from rrfp.errors import ConfigError
+from rrfp.devices.base import Device, Event, Stream
 from rrfp.log import get_logger
+from rrfp.plain import whole
 
 
 @dataclass(slots=True)
@@ -73,8 +73,10 @@ class _Issued:
     began: float = 0.0
     #: When it returned, on the same clock.
     launched: float = 0.0
-    #: The event before its work; None if the device refused it.
+    #: The event before its work; None if the device refused it, or times are not wanted.
     start: Event | None = None
+    #: Whether the call was made.
+    is_made: bool = False
     #: The event behind it; None if the device refused it, or the call was not made.
     end: Event | None = None
 
@@ -91,17 +93,24 @@ class StreamLane(ThreadLane):
         depth: how many calls may be issued and not complete. From 2 on the device need not wait for the loop.
         nice: as for `ThreadLane`.
         is_urgent: whether its work goes before that of other streams.
+        is_timed: whether executions have the device's times; else they have the host's: when the call was made, and
+            when its end was seen. Each time is a call of the driver.
     """
 
     device: Device
 
     def __init__(
-        self, device: Device, name: str = "rrfp-lane", *, depth: int = 2, nice: int = 0, is_urgent: bool = False
+        self,
+        device: Device,
+        name: str = "rrfp-lane",
+        *,
+        depth: int = 2,
+        nice: int = 0,
+        is_urgent: bool = False,
+        is_timed: bool = True,
     ) -> None:
-        if type(depth) is not int or depth < 1:
-            raise ConfigError(f"depth is {depth!r}, must be a whole number >= 1")
         super().__init__(name, nice=nice)
-        self.depth = depth
+        self.depth = whole("depth", depth, 1)
         self.device = device
         self.offers = None  # the next call waits behind the running one already
         self._stream = device.stream(is_urgent=is_urgent)
@@ -109,6 +118,7 @@ class StreamLane(ThreadLane):
         self._issued: queue.SimpleQueue[_Issued | Event | None] = queue.SimpleQueue()
         #: The first failure of the device. Every later call fails with it.
         self._broken: Exception | None = None
+        self._is_timed = is_timed
         self._base: Base | None = None
         self._is_calling = False
         #: Calls that the lane's thread has taken, and those that the watcher has completed.
@@ -124,6 +134,7 @@ class StreamLane(ThreadLane):
         try:
             event = self.device.current_stream().record()
         except Exception as error:
+            self.device.keep_noted()
             self._calls.put((partial(self._break, error), None))
         else:
             self._calls.put((partial(self._pass_fence, event), None))
@@ -187,10 +198,13 @@ class StreamLane(ThreadLane):
         """Make the call between two events, of which the device may refuse each."""
         self._is_calling = True
         try:
-            issued.base = self._base or self._new_base()
+            if self._is_timed:
+                issued.base = self._base or self._new_base()
             issued.began = issued.launched = time.monotonic()
             with self._stream.issuing():
-                issued.start = self._stream.record()
+                if self._is_timed:
+                    issued.start = self._stream.record(is_timed=True)
+                issued.is_made = True
                 try:
                     issued.result = call()
                 finally:
@@ -200,18 +214,21 @@ class StreamLane(ThreadLane):
         finally:
             self._is_calling = False
         try:
-            if issued.start is not None:
-                issued.end = self._stream.record()
+            if issued.is_made:
+                issued.end = self._stream.record(is_timed=self._is_timed)
         except Exception as error:
             issued.failure = issued.failure or error
         finally:
+            if issued.end is None:  # while the failure's traceback still holds what the call used
+                self.device.keep_noted()
             del call, issued  # a failure's traceback holds this frame
         self._warn_if_strayed()
 
     def _pass_fence(self, event: Event) -> None:
         """Run what follows behind ``event``, and read both clocks anew: those of the device lose precision."""
         try:
-            self._new_base()  # first, so that the lane need not wait for the caller's work
+            if self._is_timed:
+                self._new_base()  # first, so that the lane need not wait for the caller's work
             self._stream.wait(event)
             self._issued.put(event)
         except Exception as error:
@@ -219,6 +236,7 @@ class StreamLane(ThreadLane):
 
     def _break(self, error: Exception) -> None:
         """The device is unusable: let all later calls fail."""
+        self.device.keep_noted()
         if self._broken is None:
             self._broken = self.device.explain(error)
 
@@ -226,7 +244,7 @@ class StreamLane(ThreadLane):
         if self._base is not None:
             self._issued.put(self._base.event)
             self._base = None
-        event = self._stream.record()
+        event = self._stream.record(is_timed=True)
         event.synchronize()
         self._base = Base(event, time.monotonic())
         return self._base
@@ -266,6 +284,7 @@ class StreamLane(ThreadLane):
         except Exception as error:
             if failure is not None:
                 failure.add_note(f"{self.device.name} failed too: {error}")
+            self.device.keep_noted()
             has_broken, failure = True, failure or error
         if has_broken and failure is not None:
             failure = self.device.explain(failure)
@@ -282,6 +301,8 @@ class StreamLane(ThreadLane):
     def _execution(self, issued: _Issued) -> Execution[Any]:
         """The result and the times of a call whose work is done."""
         base, start, end = issued.base, issued.start, issued.end
+        if not self._is_timed:
+            return Execution(issued.result, issued.began, time.monotonic(), issued.launched)
         assert base is not None
         assert start is not None
         assert end is not None

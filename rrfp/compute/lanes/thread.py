@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rrfp import timeouts
 from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
 from rrfp.compute.tracebacks import stack_of
-from rrfp.errors import ConfigError
+from rrfp.plain import whole
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ _closed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def lane_is_closed() -> bool:
-    """Whether the calling thread is that of a closed lane: its pipeline has ended, and its caller has gone on."""
+    """Whether the calling thread is that of a closed lane."""
     return threading.current_thread() in _closed
 
 
@@ -53,10 +53,8 @@ class ThreadLane(Lane):
     depth = 1
 
     def __init__(self, name: str = "rrfp-lane", *, nice: int = 0) -> None:
-        if type(nice) is not int or not 0 <= nice <= LOWEST_NICE:
-            raise ConfigError(f"nice is {nice!r}, must be a whole number 0..{LOWEST_NICE}")
         self._name = name
-        self._nice = nice
+        self._nice = whole("nice", nice, 0, LOWEST_NICE)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -74,11 +72,7 @@ class ThreadLane(Lane):
         self._thread.start()
 
     def enqueue(self, call: Callable[[], T]) -> asyncio.Future[Execution[T]]:
-        """See :meth:`Lane.enqueue`.
-
-        If a call raises an exception that a future must not carry, the future fails with a :class:`StageError` caused
-        by it; see `as_exception`.
-        """
+        """See :meth:`Lane.enqueue`; errors as `as_exception` makes them."""
         if self._loop is None or self._closed:
             raise RuntimeError(f"the lane is {'closed' if self._closed else 'not started'}")
         future: asyncio.Future[Execution[T]] = self._loop.create_future()
@@ -145,7 +139,7 @@ def settle(
     execution: Execution[T] | None,
     failure: Exception | None,
 ) -> None:
-    """Complete ``future`` on its loop with ``execution``, or with ``failure`` if there is one. On any thread."""
+    """Complete ``future`` on its loop. On any thread."""
     try:
         loop.call_soon_threadsafe(complete, future, execution, failure)
     except RuntimeError:
@@ -168,7 +162,7 @@ def complete(future: asyncio.Future[Execution[T]], execution: Execution[T] | Non
 
 @atexit.register
 def _let_calls_end() -> None:
-    """Wait a moment for running calls of closed lanes, such as a collective that fails when its other ranks end."""
+    """Wait a moment for running calls of closed lanes."""
     # Why not just exit? A call that returns while the interpreter shuts down ends the process by SIGABRT.
     deadline = time.monotonic() + timeouts.EXIT_GRACE_S
     for thread in list(_closed):

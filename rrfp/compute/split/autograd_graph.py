@@ -1,17 +1,55 @@
-"""The autograd graph of one forward pass, as a split backward needs it.
+"""The autograd graph of one forward pass, as a split backward needs it, and autograd's engine, which runs it.
 
 It reads public attributes of graph nodes (`next_functions`, `name`, `variable`) and their hooks, and knows no formulas.
+The engine is entered without the checks of ``torch.autograd.backward`` and ``torch.autograd.grad``: these are made in
+Python, which takes about as long as running the graph of a small module, and callers here pass gradients that have the
+shapes of their roots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import GradientEdge, register_multi_grad_hook
+from torch.overrides import has_torch_function
+
+#: Where backward enters the graph: an output, or its gradient edge.
+Root = Tensor | GradientEdge
+
+#: A private name of torch; without it, the public functions run.
+_run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
+    """Add to ``.grad`` of all leaves; a root may occur twice."""
+    entered: Any = tuple(roots)
+    if not _is_direct(entered):
+        torch.autograd.backward(entered, tuple(gradients))
+        return
+    _run_engine(entered, tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def run_grad(roots: Sequence[Root], gradients: Sequence[Tensor], inputs: Sequence[Root]) -> Sequence[Tensor | None]:
+    """The gradient of each of ``inputs``, or None; no ``.grad`` changes."""
+    entered: Any = tuple(roots)
+    targets: Any = tuple(inputs)
+    results: Sequence[Tensor | None]
+    if _is_direct((*entered, *targets)):
+        results = _run_engine(entered, tuple(gradients), False, False, targets, True, accumulate_grad=False)
+    else:
+        results = torch.autograd.grad(entered, targets, tuple(gradients), allow_unused=True)
+    return results
+
+
+def _is_direct(arguments: tuple[Any, ...]) -> bool:
+    """Whether no mode and no subclass wants to see the public call."""
+    return _run_engine is not None and not has_torch_function(arguments)
+
 
 #: A node of the graph. torch types them loosely: their attributes depend on the operator.
 Node = Any
@@ -56,7 +94,7 @@ class AutogradGraph:
         return [(node, node.variable) for node, name in self.names.items() if name == _ACCUMULATE]
 
     def obstacle(self) -> str | None:
-        """Why this graph can only be differentiated as a whole; None if it can be split."""
+        """Why this graph cannot be split; None if it can."""
         names = set(self.names.values())
         if REENTRANT_CHECKPOINT in names:
             return "it uses reentrant checkpointing, which differentiates only as a whole (use_reentrant=False splits)"
@@ -80,7 +118,7 @@ def has_hooks(node: Node) -> bool:
 
 
 class OuterGradients:
-    """Within, records the gradients that the engine passes to some nodes, after all hooks in front of them."""
+    """Within, records the gradients that reach some nodes."""
 
     # Why not take the results of autograd.grad? For a node that it also runs, the engine reports the gradient before
     # the prehooks of that node. So each node gets a last prehook. The engine calls no hooks of a node that it does not
@@ -104,7 +142,7 @@ class OuterGradients:
 
 
 def _counts_leaves(leaf: Tensor) -> bool:
-    """Whether the leaf has a hook of several tensors, which refuses to run in ``autograd.grad``."""
+    """Whether a leaf's hook refuses to run in ``autograd.grad``."""
     hooks = leaf._backward_hooks.values() if leaf._backward_hooks else ()
     return any(getattr(hook, "__module__", None) == register_multi_grad_hook.__module__ for hook in hooks)
 

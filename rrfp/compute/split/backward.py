@@ -28,11 +28,17 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute import engine
-from rrfp.compute.engine import Root
 from rrfp.compute.gradients.module_reduction import needs_whole_backward
-from rrfp.compute.loss_module import class_name
-from rrfp.compute.split.autograd_graph import AutogradGraph, Node, OuterGradients, has_hooks
+from rrfp.compute.loss import class_name
+from rrfp.compute.split.autograd_graph import (
+    AutogradGraph,
+    Node,
+    OuterGradients,
+    Root,
+    has_hooks,
+    run_backward,
+    run_grad,
+)
 from rrfp.compute.split.pending_weights import Deferred, PendingWeights
 from rrfp.compute.split.weight_rules import RULES, VIEWS_AND_CASTS, rules_work
 from rrfp.errors import ConfigError, StageError
@@ -76,7 +82,7 @@ class _Search:
         self._deferrable: dict[Node, bool] = {}
 
     def sources(self, node: Node) -> list[tuple[Node, int]] | None:
-        """(operator, edge) pairs that lead to ``node``, directly or by views; None if any other operator does."""
+        """(operator, edge) pairs that lead to ``node`` by views; or None."""
         if node in self._graph.roots:
             return None
         incoming = self._graph.incoming.get(node, ())
@@ -172,7 +178,7 @@ class SplitBackward:
         graph = AutogradGraph.walk(nodes_of(roots))
         if (obstacle := self._obstacle or graph.obstacle()) is not None:
             self._report(obstacle)
-            engine.backward(roots, gradients)
+            run_backward(roots, gradients)
             return None
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         input_grads, pending = input_gradients(roots, gradients, leaves, min_flops=MIN_FLOPS, graph=graph)
@@ -219,7 +225,7 @@ def input_gradients(
     # Saved before the call, because autograd frees its own saved tensors during it.
     saved = {node: RULES[graph.names[node]].save(node) for node in deferral.operators}
     with OuterGradients(deferral.operators) as outer:
-        results = engine.grad(roots, gradients, targets)
+        results = run_grad(roots, gradients, targets)
     input_grads, rest = results[: len(inputs)], results[len(inputs) :]
     held = zip(deferral.held, rest, strict=False)
     output_grads = {**dict(zip(deferral.operators, rest[len(parameters) :], strict=True)), **outer.by_node}

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from rrfp.compute import engine
 from rrfp.compute.activations import Storages, storage_pointer
-from rrfp.compute.split.autograd_graph import Node, is_leaf
+from rrfp.compute.split.autograd_graph import Node, is_leaf, run_backward
 from rrfp.compute.split.weight_rules import RULES, Saved
 from rrfp.errors import StageError
 
@@ -64,7 +63,7 @@ class PendingWeights:
         self._versions = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
 
     def add_to_gradients(self) -> None:
-        """W: compute the deferred gradients, and add them and the held ones to ``.grad``. Called once."""
+        """W: add the deferred and the held gradients to ``.grad``, once."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise StageError(
                 f"a tensor that {self.owner} saved for its backward was written between B and W: use an out-of-place "
@@ -80,7 +79,7 @@ class PendingWeights:
             entrances.edges.append(GradientEdge(node, 0))
         with _without_tensor_hooks(node.variable for node, _ in self.held):
             if gradients:
-                engine.backward(entrances.edges, gradients)
+                run_backward(entrances.edges, gradients)
         self.held, self.deferred, self.num_bytes, self._versions = [], [], 0, []
 
     def _deferred_gradients(self, entrances: _Entrances) -> Iterator[Tensor]:

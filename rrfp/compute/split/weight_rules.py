@@ -40,13 +40,13 @@ class Rule(ABC):
     saved: tuple[str, ...]
 
     def can_read(self, node: Node) -> bool:
-        """Whether the node's saved tensors can be read: no saved-tensor hook of other code packed them."""
+        """Whether no other code's hook packed the node's saved tensors."""
         # Why not unpack them? Checkpointing recomputes in such a hook, and may be unpacked only once.
         return all(getattr(node, f"_raw{name}").unpack_hook in (None, unpack_measured) for name in self.saved)
 
     @abstractmethod
     def save(self, node: Node) -> Saved | None:
-        """Read the values of the formula, before autograd frees them; None if the rule does not cover this node."""
+        """Read the values of the formula; None if the rule does not cover this."""
 
     @abstractmethod
     def gradient(self, saved: Saved, edge: int, grad: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class _Convolution(Rule):
 
 
 class _Embedding(Rule):
-    """A table lookup: it keeps the indices, instead of a gradient as large as the table."""
+    """A table lookup: keeps indices, not a gradient as large as the table."""
 
     edges = (0,)
     saved = ("_saved_indices",)
@@ -169,7 +169,7 @@ VIEWS_AND_CASTS = frozenset(
 
 @lru_cache(maxsize=1)
 def rules_work() -> bool:
-    """Whether this version of torch has the private attributes that the rules read; tried once."""
+    """Whether this torch has the private attributes of the rules."""
     # Why a thread? The probe fails under modes that the caller may have set: no_grad, autocast, a default device.
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(_probe()), name="rrfp-probe", daemon=True)

@@ -71,7 +71,7 @@ class Entry:
                 return
             flat = target.view(-1) if target.is_contiguous() else torch.empty(self.shape, dtype=target.dtype).view(-1)
             count = max(1, _PIECE_BYTES // self.dtype.itemsize)
-            for part in flat.split(count) if flat.numel() else ():
+            for part in flat.split(count) if flat.numel() else ():  # type: ignore[no-untyped-call]
                 piece = torch.empty(part.shape, dtype=self.dtype)
                 self._fill(file, piece)
                 part.copy_(piece)
@@ -82,7 +82,7 @@ class Entry:
         """Read the next bytes of ``file`` into ``target``, which is contiguous."""
         if not target.numel():
             return
-        room = memoryview(target.detach().view(-1).view(torch.uint8).numpy())
+        room = memoryview(target.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while room:  # one call reads 2 GB at most
             if not (count := file.readinto(room)):
                 raise _unreadable(self.path, "it ends within an entry")
@@ -180,7 +180,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def shown(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"

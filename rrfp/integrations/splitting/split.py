@@ -16,6 +16,7 @@ from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.layered import LayerCosts, Layered, Sample, check_cuts, evaluating, measure, tensors_of
 from rrfp.integrations.splitting.stages import Split
+from rrfp.plain import flag, or_none, whole
 
 
 class SequentialPart(NotesEmptyBuffers, nn.Sequential):
@@ -122,8 +123,7 @@ def split(
             f"stages is {stages}, with {layout.chunks} chunk{plural} each: must make at most {count} "
             f"part{'s' * (count != 1)}, one for each layer"
         )
-    if check is not None and type(check) is not bool:
-        raise ConfigError(f"check is {check!r}, must be True, False or None")
+    or_none(flag, "check", check)
     batch = layered.sample() if sample is None else Sample(sample)
     if cuts is None or isinstance(cuts, str):
         chosen = _balanced(layered, virtual_stages, cuts or "parameters", batch)
@@ -151,9 +151,7 @@ def _layered(model: Any) -> Layered:
 
 
 def _layout(stages: Any, placement: Any, chunks: Any, cuts: Any) -> Placement:
-    for field, value in (("stages", stages), ("chunks", chunks)):
-        if not (type(value) is int and value >= 1) and not (field == "chunks" and value is None):
-            raise ConfigError(f"{field} is {value!r}, must be an integer >= 1")
+    stages, chunks = whole("stages", stages, 1), or_none(whole, "chunks", chunks, 1)
     if chunks is None:
         chunks = 2 if placement == "v" else 1
         if isinstance(cuts, list | tuple) and (len(cuts) + 1) % stages == 0:

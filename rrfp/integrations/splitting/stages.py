@@ -185,8 +185,19 @@ class Split(Sequence[SplitStage]):
             own = {id(each) for chunk in chunks for each in chunk.parameters()}
             tied = {name: each for name, each in ties.items() if id(each) in own}
             own_layers = tuple(layers[v] for v in virtual_stages)
-            shape, common = (stage, placement.stages), (placement.layout, loss_fn, partition)
-            stages.append(SplitStage(*shape, chunks, tied, *common, own_layers, weights))
+            stages.append(
+                SplitStage(
+                    index=stage,
+                    stages=placement.stages,
+                    chunks=chunks,
+                    ties=tied,
+                    placement=placement.layout,
+                    loss_fn=loss_fn,
+                    partition=partition,
+                    layers=own_layers,
+                    weights=weights,
+                )
+            )
         return cls(tuple(stages), cuts, loss_fn)
 
     def local(self, **options: Any) -> LocalPipeline:

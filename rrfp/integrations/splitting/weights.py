@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rrfp.compute.without_values import is_empty, note_empty, without_values
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.hub_folder import Entry, HubFolder, shown
+from rrfp.integrations.splitting.hub_folder import Entry, HubFolder, first_of
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
@@ -93,7 +93,7 @@ def load(
         recipes |= dict.fromkeys(recipe.makes, recipe)
     fillers = _fillers(wanted, weights, recipes)
     if lacking := [name for name in wanted if name not in fillers]:
-        raise ConfigError(f"folder {str(stored.path)!r} lacks {shown(lacking)}, must have all entries of {owner}")
+        raise ConfigError(f"folder {str(stored.path)!r} lacks {first_of(lacking)}, must have all entries of {owner}")
     _check_ties(fillers.values(), weights, recipes, stored)
     targets = {name: wanted[entry] for entry, name in fillers.items()}
     needed = list({id(recipes[name]): recipes[name] for name in targets}.values())
@@ -172,7 +172,7 @@ def _filling(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
         filled = nn.Parameter(filled, tensor.requires_grad)
     vars(filled).update(vars(tensor))
     # Not setattr on its module: the whole model, other parts and ties hold the same object.
-    torch.utils.swap_tensors(tensor, filled)
+    torch.utils.swap_tensors(tensor, filled)  # type: ignore[no-untyped-call]
 
 
 def _check(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:

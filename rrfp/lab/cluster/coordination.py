@@ -5,7 +5,6 @@ A strict schedule is the same order on all ranks already (`Independent`). `docs/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,7 +14,7 @@ from rrfp.errors import ConfigError
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.model.tasks import Task
-from rrfp.plain import whole
+from rrfp.plain import number, whole
 
 #: The ways to agree that have messages, by name.
 CoordinationName = Literal["leader", "agreement"]
@@ -41,7 +40,7 @@ class Leader:
 
     def __post_init__(self) -> None:
         whole("depth", self.depth, 1)
-        _check_seconds("control_seconds", self.control_seconds)
+        number("control_seconds", self.control_seconds, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Agreement:
     gather_seconds: float = GATHER_SECONDS
 
     def __post_init__(self) -> None:
-        _check_seconds("gather_seconds", self.gather_seconds)
+        number("gather_seconds", self.gather_seconds, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,6 @@ def resolve_coordination(spec: Coordination | str | None) -> Coordination:
     if spec not in COORDINATIONS:
         raise ConfigError(f"coordination is {spec!r}, must be one of: {', '.join(COORDINATIONS)}")
     return Leader() if spec == "leader" else Agreement()
-
-
-def _check_seconds(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{field} is {value}, must be a finite number >= 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ A race need not show in results, less so between such threads. So the device als
 - a block uses memory that pending work of another stream writes, or writes memory that such work reads;
 - memory that pending work reads, and that its stream did not make, is freed without `Device.note_use`, or written to;
 - memory that pending work writes is written to by the host;
-- an event is used after its release, or its time before it was reached.
+- an event is used after its release, or its time before it was reached, or without having one;
+- memory that was noted, or is for copies, is freed after the device has failed and before `DoubleDevice.keep_noted`.
 
 All tensors are on the CPU. To the device every one lies in its memory, except those from `DoubleDevice.empty_on_host`:
 so `holds` is true of parameters and inputs, as on a GPU to which everything was moved.
@@ -27,6 +28,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -35,80 +37,85 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rrfp.compute.devices.base import Device, DeviceMemory, Stream
-from rrfp.compute.devices.sharing import DeviceSharing, check_fields, integer
-from rrfp.errors import ConfigError
+from rrfp.devices.base import Device, DeviceMemory, Stream
+from rrfp.devices.sharing import DeviceSharing, SharedMemory
+from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double.memory import Memory
 from rrfp.lab.device_double.stream import DoubleStream, Issuer
 from rrfp.lab.device_double.timeline import DoubleError, DoubleEvent, Timeline
+from rrfp.plain import Reader, fields_of, whole
 
 __all__ = ["DoubleDevice", "DoubleError", "DoubleEvent", "DoubleSharing", "DoubleStream"]
 
 
-class _Shared:
-    """Bytes in a memfd that stay while anything refers to this object."""
+class DoubleMemory(SharedMemory):
+    """A part of the double's memory that is a memfd, which other processes map; or another process's.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.descriptor = os.memfd_create("rrfp-device-double", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, num_bytes)
-        self.inode = os.fstat(self.descriptor).st_ino
-        self.content = _map(self.descriptor, num_bytes)
-        # A forked child maps the same memory, and must not overwrite it when it ends.
-        weakref.finalize(self, _reuse, self.content, self.descriptor, os.getpid()).atexit = False
+    Each copy has a storage of its own over the bytes that it concerns, so that only these are covered while it is
+    pending: another process that reads them too early reads 0xFF.
+    """
 
+    def __init__(self, descriptor: int, num_bytes: int, fields: Mapping[str, Any], *, is_own: bool) -> None:
+        self.num_bytes = num_bytes
+        self.fields = fields
+        self._closing = weakref.finalize(self, os.close, descriptor)
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self._is_own = is_own
+        self._used = 0
 
-def _map(descriptor: int, num_bytes: int) -> Tensor:
-    array: Any = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
-    with _disable_current_modes():  # else the memory would count as made by the stream whose block this is
-        return torch.from_numpy(array)
+    def write(self, start: int, source: Tensor) -> object:
+        """See `SharedMemory.write`."""
+        self._used = max(self._used, start + source.nbytes)
+        piece = self._piece(start, source.nbytes)
+        piece.copy_(source, non_blocking=True)
+        return piece
 
+    def read(self, start: int, target: Tensor) -> object:
+        """See `SharedMemory.read`."""
+        piece = self._piece(start, target.nbytes)
+        target.copy_(piece, non_blocking=True)
+        return piece
 
-def _reuse(content: Tensor, descriptor: int, process: int) -> None:
-    if os.getpid() == process:
-        content.numpy().fill(0xFF)  # not by torch, to which a dispatch mode may listen
-        os.close(descriptor)
+    def _piece(self, start: int, num_bytes: int) -> Tensor:
+        array: Any = np.frombuffer(self._map, np.uint8, num_bytes, start)
+        with _disable_current_modes():  # else the memory would count as made by the stream whose block this is
+            return torch.from_numpy(array)
+
+    def close(self, *, is_open_elsewhere: bool = True) -> None:
+        """See `SharedMemory.close`. As another program's use of it would, this overwrites the memory with 0xFF."""
+        if self._is_own:
+            np.frombuffer(self._map, np.uint8, self._used).fill(0xFF)
+        self._closing()
 
 
 class DoubleSharing(DeviceSharing):
-    """The double's memory for other processes: a copy in a memfd, which both ends map.
-
-    The copy is work of the stream on which it is issued, so a process that opens it too early reads 0xFF. When its
-    owner drops it, it is overwritten with 0xFF at once, as a GPU's allocator may reuse memory: a stream that still
-    reads it, or reads a dropped copy that it opened, shows in values or among the double's problems. An opened copy
-    stays mapped after the death of its owner.
-    """
+    """The double's memory for other processes. What is open stays mapped after the death of its owner."""
 
     name = "double"
 
-    def share(self, tensor: Tensor) -> tuple[dict[str, Any], object]:
-        """See `DeviceSharing.share`."""
-        shared = _Shared(tensor.nbytes)
-        shared.content.copy_(tensor.reshape(-1).view(torch.uint8))
-        fields = {"process": os.getpid(), "descriptor": shared.descriptor, "inode": shared.inode}
-        return {**fields, "length": tensor.nbytes}, shared
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """See `DeviceSharing.allocate`."""
+        descriptor = os.memfd_create("rrfp-device-double", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+        inode = os.fstat(descriptor).st_ino
+        fields = {"process": os.getpid(), "descriptor": descriptor, "inode": inode, "size": num_bytes}
+        return DoubleMemory(descriptor, num_bytes, fields, is_own=True)
 
-    def check(self, fields: Mapping[str, Any], num_bytes: int) -> None:
+    def check(self, fields: Mapping[str, Any]) -> int:
         """See `DeviceSharing.check`."""
-        check_fields(
-            fields,
-            {
-                "process": integer(1),
-                "descriptor": integer(),
-                "inode": integer(),
-                "length": integer(num_bytes, num_bytes),
-            },
-        )
+        positive = partial(whole, least=1)
+        readers: dict[str, Reader] = {"process": positive, "descriptor": whole, "inode": whole, "size": positive}
+        size: int = fields_of(fields, readers, error=partial(FrameError, None))["size"]
+        return size
 
-    def open(self, fields: Mapping[str, Any]) -> Tensor:
+    def open(self, fields: Mapping[str, Any]) -> SharedMemory:
         """See `DeviceSharing.open`."""
         descriptor = os.open(f"/proc/{fields['process']}/fd/{fields['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if (status.st_ino, status.st_size) != (fields["inode"], fields["length"]):
-                raise OSError("the memory was released")
-            return _map(descriptor, fields["length"])
-        finally:
+        status = os.fstat(descriptor)
+        if (status.st_ino, status.st_size) != (fields["inode"], fields["size"]):
             os.close(descriptor)
+            raise OSError("the memory was released")
+        return DoubleMemory(descriptor, fields["size"], fields, is_own=False)
 
 
 _serial = itertools.count()
@@ -122,6 +129,8 @@ class DoubleDevice(Device):
     Args:
         seconds: how long the device takes for a block, or for a part of one that ends at an event: a number, or a
             function of the count of blocks before. A block without operators on tensors takes no time.
+        locked_s: how long a call, such as one that records an event, holds the interpreter's lock.
+        can_pin: whether host memory can be pinned.
 
     Attributes:
         problems: the races found so far, a line each.
@@ -132,9 +141,11 @@ class DoubleDevice(Device):
     """
 
     kind = "double"
-    sharing: DoubleSharing
+    sharing: DeviceSharing
 
-    def __init__(self, seconds: float | Callable[[int], float] = 0.001) -> None:
+    def __init__(
+        self, seconds: float | Callable[[int], float] = 0.001, *, locked_s: float = 0.0, can_pin: bool = True
+    ) -> None:
         if not callable(seconds) and not seconds >= 0:
             raise ConfigError(f"seconds is {seconds!r}, must be a number >= 0, or a function of the count of blocks")
         self.name = f"double:{next(_serial)}"
@@ -142,12 +153,13 @@ class DoubleDevice(Device):
         self.pinned: list[tuple[int, int]] = []
         self.sharing = DoubleSharing()
         self._seconds = seconds
+        self._can_pin = can_pin
         self._streams = itertools.count()
         self._count = 0
         #: The work that fails, counted from the first.
         self._failing: int | None = None
         self._memory = Memory(self.problems.append)
-        self._timeline = Timeline(self._memory.complete)
+        self._timeline = Timeline(self._memory.complete, self._memory.fail, locked_s)
         self._issuer = Issuer(self._timeline, self._memory, self._next_work, self.problems.append)
         self._of_thread = threading.local()
 
@@ -162,8 +174,10 @@ class DoubleDevice(Device):
     def close(self) -> None:
         """Run all work at once, now and later, and end the device's thread."""
         self._timeline.close()
+        with self._timeline.changed:
+            self._memory.close()
 
-    def fail(self, *, after: int = 1) -> None:
+    def fail(self, *, after: int = 1, everywhere: bool = False) -> None:
         """Let the device break at the ``after``-th block issued from now on.
 
         No event behind that block, or behind any block that the device has not run then, is reached any more: waiting
@@ -171,9 +185,12 @@ class DoubleDevice(Device):
 
         Args:
             after: how many blocks are issued until then, that one included.
+            everywhere: whether every call then fails, on each thread, as on CUDA: also waiting for events that were
+                reached before, and making memory. So a task that was complete may be named.
         """
         with self._timeline.changed:
             self._failing = self._count + after
+            self._timeline.is_broken_everywhere = everywhere
 
     def stream(self, *, is_urgent: bool = False) -> Stream:
         """See :meth:`Device.stream`. Streams do not delay each other, so urgency makes no difference."""
@@ -205,20 +222,29 @@ class DoubleDevice(Device):
         with self._timeline.changed:
             self._memory.note_use(tensor, stream.number)
 
+    def keep_noted(self) -> None:
+        """See :meth:`Device.keep_noted`; until the device is closed."""
+        with self._timeline.changed:
+            self._memory.keep_noted()
+
     def empty(self, tensor: Tensor) -> Tensor:
         """See :meth:`Device.empty`. Outside a block, the memory is that of the thread's stream."""
+        self._timeline.call(works_on_broken=True)
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._issuer.allocate(made, self.current_stream())
         return made
 
     def empty_on_host(self, tensor: Tensor) -> Tensor:
         """See :meth:`Device.empty_on_host`. Its reuse is safe only when the work that uses it is complete."""
+        self._timeline.call(works_on_broken=True)
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._issuer.allocate(made, None)
         return made
 
     def pin(self, memory: Tensor) -> bool:
         """See :meth:`Device.pin`; `pinned` lists it."""
+        if not self._can_pin or self._timeline.error is not None:
+            return False
         self.pinned.append((memory.data_ptr(), memory.nbytes))
         return True
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from rrfp.lab.device_double.regions import Clock, Reading, Region, Regions, Work
@@ -41,6 +42,9 @@ class Memory:
         self._pending: set[Work] = set()
         #: What threads issue now. No event lies behind it yet, so nothing can be ordered behind it.
         self._segments: set[Segment] = set()
+        #: Since the device failed: what may not be freed, and nobody has kept; None as long as it works.
+        self._at_risk: list[Region] | None = None
+        self._kept: list[torch.UntypedStorage] | None = None
 
     def begin(self, segment: Segment) -> None:
         """Uncover what the segment may see."""
@@ -124,6 +128,24 @@ class Memory:
         """Freeing ``tensor`` while ``stream`` uses it is no problem."""
         for _, region in self.regions.of(tensor):
             region.noted.add(stream)
+
+    def fail(self) -> None:
+        """The device has failed: from now on it cannot free what was noted."""
+        self._at_risk = [region for region in self.regions if region.is_noted and not region.is_freed]
+
+    def keep_noted(self) -> None:
+        """Let nothing be freed that was noted."""
+        self._kept = [
+            storage for region in self.regions if region.is_noted and (storage := region.storage()) is not None
+        ]
+        self._at_risk = None
+
+    def close(self) -> None:
+        """Report what was freed though the device had failed, and keep nothing any more."""
+        for region in self._at_risk or ():
+            if region.is_freed:
+                self._report(f"{_size(region)} of noted memory were freed after the device had failed")
+        self._at_risk = self._kept = None
 
     def _uncover(self, region: Region) -> None:
         if not region.uncover():

@@ -76,6 +76,11 @@ class Region:
     writes: int = 0
 
     @property
+    def is_noted(self) -> bool:
+        """Whether the device frees it in a special way: another stream, or a copy, may use it."""
+        return bool(self.noted) or self.is_on_host
+
+    @property
     def is_freed(self) -> bool:
         """Whether the last reference to the storage is gone."""
         return bool(self.ref.expired())  # type: ignore[no-untyped-call]

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rrfp.compute.devices.base import Event, Stream
+from rrfp.devices.base import Event, Stream
 from rrfp.lab.device_double.memory import Memory, Segment
 from rrfp.lab.device_double.regions import Clock, Work, storages
-from rrfp.lab.device_double.timeline import Barrier, DoubleError, DoubleEvent, Queue, Timeline
+from rrfp.lab.device_double.timeline import Barrier, DoubleEvent, Queue, Timeline
 
 #: Called before an operator: its name, the tensors that it reads, and those that it writes.
 Use = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
@@ -114,9 +114,9 @@ class DoubleStream(Stream):
     def strayed(self) -> bool:
         return self.has_strayed
 
-    def record(self) -> Event:
+    def record(self, *, is_timed: bool = False) -> Event:
         """See :meth:`Stream.record`; raises `DoubleError` if the device has failed."""
-        return self._issuer.record(self)
+        return self._issuer.record(self, is_timed=is_timed)
 
     def wait(self, event: Event) -> None:
         """See :meth:`Stream.wait`; raises `DoubleError` if the device has failed."""
@@ -175,7 +175,7 @@ class Issuer:
 
     def enter(self, stream: DoubleStream) -> None:
         """Begin a block."""
-        self._check_working()
+        self._timeline.call()
         here = self._here()
         if any(block.stream is stream for block in here.blocks):
             raise RuntimeError("issuing() is not reentrant, and this thread is in a block of the stream")
@@ -215,15 +215,17 @@ class Issuer:
             self._begin_segment(here)
         left.turn.release()
 
-    def record(self, stream: DoubleStream) -> DoubleEvent:
+    def record(self, stream: DoubleStream, *, is_timed: bool = False) -> DoubleEvent:
         """An event behind what was issued on ``stream``."""
-        self._check_working()
+        self._timeline.call()
         with self._cutting(stream):
-            return self._new_event(stream)
+            event = self._new_event(stream)
+            event.is_timed = is_timed
+            return event
 
     def wait(self, stream: DoubleStream, event: DoubleEvent) -> None:
         """Put ``event`` before what is issued on ``stream`` next."""
-        self._check_working()
+        self._timeline.call()
         event.use("waited for")
         with self._cutting(stream):
             self._wait(stream, event)
@@ -253,7 +255,7 @@ class Issuer:
                 self._begin_segment(here)
 
     def _new_event(self, stream: DoubleStream) -> DoubleEvent:
-        event = DoubleEvent(self._report, dict(stream.clock))
+        event = DoubleEvent(self._report, dict(stream.clock), self._timeline.call)
         self._timeline.put(stream.queue, event)
         return event
 
@@ -294,7 +296,3 @@ class Issuer:
         assert segment is not None
         with self._timeline.changed:
             self._memory.made(segment, tensors, known)
-
-    def _check_working(self) -> None:
-        if self._timeline.error is not None:
-            raise DoubleError(self._timeline.error)

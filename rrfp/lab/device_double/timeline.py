@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from rrfp.compute.devices.base import Event
+from rrfp.devices.base import Event
 from rrfp.lab.device_double.regions import Clock, Work
 
 #: The thread stays for so long after its last work.
 LINGER_S = 0.05
+
+#: Unlike `time.sleep` it holds the interpreter's lock, as calls of a driver may that wait.
+_sleep_with_lock: Any = ctypes.PyDLL(None).usleep
 
 
 class DoubleError(RuntimeError):
@@ -23,8 +28,11 @@ class DoubleError(RuntimeError):
 class DoubleEvent(Event):
     """A point in a stream; ``clock`` is all work before it."""
 
-    def __init__(self, report: Callable[[str], None], clock: Clock) -> None:
+    def __init__(self, report: Callable[[str], None], clock: Clock, call: Callable[..., None]) -> None:
         self.clock = clock
+        #: Whether it may be asked for its time.
+        self.is_timed = False
+        self._call = call
         self.issued = time.monotonic()
         self.time = math.nan
         self.error: str | None = None
@@ -48,11 +56,14 @@ class DoubleEvent(Event):
         self._reached.wait()
         if self.error is not None:
             raise DoubleError(self.error)
+        self._call(works_on_broken=True)
 
     def seconds_since(self, base: Event) -> float:
         assert isinstance(base, DoubleEvent)
         for event in (self, base):
             event.use("asked for its time")
+            if not event.is_timed:
+                self._report("an event was asked for its time that was recorded without")
             if not event.is_reached:
                 self._report("an event was asked for its time before it was reached")
         return self.time - base.time
@@ -91,15 +102,30 @@ class Timeline:
         self,
         # Called, under the lock, for each piece of work that the device has run.
         on_done: Callable[[Work], None],
+        # Called, under the lock, when the device fails.
+        on_broken: Callable[[], None],
+        # How long a call holds the interpreter's lock.
+        locked_s: float,
     ) -> None:
         #: The lock of everything that the device's thread and issuing threads share.
         self.changed = threading.Condition()
         #: Why the device has failed; None as long as it works.
         self.error: str | None = None
+        #: Whether a failure reaches also what does not lie behind it.
+        self.is_broken_everywhere = False
         self._on_done = on_done
+        self._on_broken = on_broken
+        self._locked_us = round(locked_s * 1e6)
         self._busy: set[Queue] = set()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+
+    def call(self, *, works_on_broken: bool = False) -> None:
+        """A thread makes a call of the device; raises `DoubleError` if that has failed."""
+        if self._locked_us:
+            _sleep_with_lock(self._locked_us)
+        if self.error is not None and (self.is_broken_everywhere or not works_on_broken):
+            raise DoubleError(self.error)
 
     def put(self, queue: Queue, item: Work | DoubleEvent | Barrier) -> None:
         """Append an item to a stream."""
@@ -181,3 +207,4 @@ class Timeline:
                 if isinstance(item, DoubleEvent):
                     item.reach(math.nan, self.error)
             queue.items.clear()
+        self._on_broken()

@@ -3,10 +3,10 @@
 import json
 import math
 import os
-import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from rrfp.costs.table import checked_sizes
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
+from rrfp.plain import Reader, number, or_none, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import LAUNCHED, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+
+#: Readers of the numbers of a file, which the caller of `read_chrome` knows.
+_whole, _number = partial(whole, error=value_error), partial(number, error=value_error)
 
 
 def is_message(event: dict[str, Any]) -> bool:
@@ -31,44 +35,27 @@ def read_message(event: dict[str, Any]) -> tuple[int, MessageSpan]:
     """Step and message of an arrow's beginning, without its time of sending."""
     args = event["args"]
     if not isinstance(args, dict):
-        raise ValueError(f"args is {reprlib.repr(args)}, must be an object")
-    source = _whole_number("tid", event.get("tid"), STEPS_THREAD + 1) - STEPS_THREAD - 1
+        raise ValueError(f"args is {shown(args)}, must be an object")
+    source = _whole("tid", event.get("tid"), STEPS_THREAD + 1) - STEPS_THREAD - 1
     target, num_bytes = (
-        _whole_number("args.to stage", args.get("to stage")),
-        _whole_number("args.bytes", args.get("bytes")),
+        _whole("args.to stage", args.get("to stage")),
+        _whole("args.bytes", args.get("bytes")),
     )
-    step, task, arrived = _whole_number("args.step", args.get("step")), args.get("task"), args.get("arrived")
+    step, task, arrived = _whole("args.step", args.get("step")), args.get("task"), args.get("arrived")
     if not isinstance(task, str):
-        raise ValueError(f"args.task is {reprlib.repr(task)}, must be a task such as F3@5")
-    if arrived is not None and not _is_finite(arrived):
-        raise ValueError(f"args.arrived is {reprlib.repr(arrived)}, must be a finite number (microseconds) or null")
-    at = None if arrived is None else arrived / 1e6
-    return step, MessageSpan(source, target, Task.parse(task), None, at, num_bytes)
+        raise ValueError(f"args.task is {shown(task)}, must be a task such as F3@5")
+    at = or_none(_number, "args.arrived", arrived)
+    return step, MessageSpan(source, target, Task.parse(task), None, None if at is None else at / 1e6, num_bytes)
 
 
 def read_clock_error(other_data: Any) -> float:
     """The most seconds by which one time may differ between ranks."""
     clocks = other_data.get("clocks", []) if isinstance(other_data, dict) else []
     if not isinstance(clocks, list):
-        raise ValueError(f"otherData.clocks is {reprlib.repr(clocks)}, must be a list")
-    errors: list[Any] = [clock.get("error_s") if isinstance(clock, dict) else None for clock in clocks]
-    for index, error in enumerate(errors):
-        if not _is_finite(error) or error < 0:
-            raise ValueError(f"otherData.clocks[{index}].error_s is {reprlib.repr(error)}, must be a number >= 0")
-    return sum(sorted(map(float, errors))[-2:])  # of the two ranks that know their offsets least
-
-
-def _whole_number(name: str, value: Any, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, must be a whole number from {least} on")
-    return value
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an int beyond the floats
-        return False
+        raise ValueError(f"otherData.clocks is {shown(clocks)}, must be a list")
+    values = [clock.get("error_s") if isinstance(clock, dict) else None for clock in clocks]
+    errors = [_number(f"otherData.clocks[{index}].error_s", value, 0) for index, value in enumerate(values)]
+    return sum(sorted(errors)[-2:])  # of the two ranks that know their offsets least
 
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
@@ -114,10 +101,10 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
         if not isinstance(event, dict):
             raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}] must be an object")
         if _is_ours(event):
-            pid = event.get("pid")
-            if type(pid) is not int:
-                raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}]: {_fault('pid', event, 'a whole number')}")
-            by_run[pid].append((index, event))
+            try:
+                by_run[_read(whole, "pid", event)].append((index, event))
+            except ValueError as error:
+                raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}]: {error}") from None
     try:
         clock_error = read_clock_error(document.get("otherData"))
         runs = [replace(_Reader().read(pairs), clock_error=clock_error) for pairs in by_run.values()]
@@ -183,15 +170,13 @@ class _Reader:
             return
         args = event.get("args")
         if not isinstance(args, dict):
-            raise ValueError(_fault("args", event, "an object"))
+            raise ValueError(f"args is {shown(args)}, must be an object")
         if event["ph"] == "M":
-            self._name = _text("name", args, "args.")
+            self._name = _read(text, "name", args, "args.")
             self._graph = graph_from_plain(args[GRAPH]) if GRAPH in args else None
             return
-        step = _whole("step", args, "args.")
-        ts, dur = _number("ts", event), _number("dur", event)
-        if dur < 0:
-            raise ValueError(f"dur is {event['dur']}, must be 0 or more")
+        step = _read(whole, "step", args, "args.")
+        ts, dur = _read(number, "ts", event), _read(number, "dur", event, "", 0)
         # Rounded as the writer did, so that slices that touched still touch.
         start, end = ts / 1e6, max(ts, round(ts + dur, 3)) / 1e6
         if not math.isfinite(end):
@@ -211,13 +196,13 @@ class _Reader:
         self._sizes[step] = _sizes(args[SIZES]) if SIZES in args else None
 
     def _read_slice(self, step: int, start: float, end: float, event: dict[str, Any]) -> None:
-        tid, name = _whole("tid", event), _text("name", event)
+        tid, name = _read(whole, "tid", event), _read(text, "name", event)
         stage = tid - STEPS_THREAD - 1
         if not 0 <= stage < MOST_STAGES:
             raise ValueError(f"tid is {tid}, must be 1 to {MOST_STAGES} for a stage")
         if event["cat"] == "computation":
             args = event["args"]
-            launched = _number(LAUNCHED, args) / 1e6 if LAUNCHED in args else None
+            launched = _number(f"args.{LAUNCHED}", args[LAUNCHED]) / 1e6 if LAUNCHED in args else None
             self._tasks[step].append(TaskSpan(stage, Task.parse(name.partition(" ")[0]), start, end, launched))
         else:
             self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
@@ -235,36 +220,11 @@ class _Reader:
         return StepTrace(step, start, end, tasks, waits, messages, peaks=peaks, skipped=skipped, sizes=sizes)
 
 
-def _fault(name: str, data: dict[str, Any], must_be: str, prefix: str = "") -> str:
-    """The sentence for a field that is missing or wrong."""
+def _read(reader: Reader, name: str, data: dict[str, Any], prefix: str = "", *span: float) -> Any:
+    """The field ``name`` of ``data``."""
     if name not in data:
-        return f"{prefix}{name} is missing, must be {must_be}"
-    return f"{prefix}{name} is {reprlib.repr(data[name])}, must be {must_be}"
-
-
-def _number(name: str, data: dict[str, Any]) -> float:
-    value: Any = data.get(name)
-    try:
-        number = float(value) if type(value) in (int, float) else math.nan
-    except OverflowError:  # an int beyond the floats
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(_fault(name, data, "a finite number (microseconds)"))
-    return number
-
-
-def _whole(name: str, data: dict[str, Any], prefix: str = "") -> int:
-    value = data.get(name)
-    if type(value) is not int or value < 0:
-        raise ValueError(_fault(name, data, "a whole number from 0 on", prefix))
-    return value
-
-
-def _text(name: str, data: dict[str, Any], prefix: str = "") -> str:
-    value = data.get(name)
-    if not isinstance(value, str):
-        raise ValueError(_fault(name, data, "text", prefix))
-    return value
+        raise ValueError(f"{prefix}{name} is missing")
+    return reader(f"{prefix}{name}", data[name], *span, error=value_error)
 
 
 def _cause(name: str) -> WaitCause:
@@ -282,16 +242,14 @@ def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
         if any(entry.stage < 0 or min(astuple(entry.peaks)) < 0 for entry in read):
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"args.peaks is {reprlib.repr(by_stage)}, must be numbers from 0 on by name, by stage"
-        ) from None
+        raise ValueError(f"args.peaks is {shown(by_stage)}, must be numbers from 0 on by name, by stage") from None
     return read
 
 
 def _sizes(value: Any) -> tuple[float, ...]:
     """Their number is checked with the whole step."""
     if not isinstance(value, list):
-        raise ValueError(f"args.{SIZES} is {reprlib.repr(value)}, must be a list of numbers, one a microbatch")
+        raise ValueError(f"args.{SIZES} is {shown(value)}, must be a list of numbers, one a microbatch")
     try:
         return checked_sizes(value, len(value))
     except ConfigError as error:

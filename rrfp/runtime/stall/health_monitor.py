@@ -138,15 +138,16 @@ class HealthMonitor:
     async def let_end(self, rank: int, why: str, *, is_lost: bool) -> bool:
         """Log that this rank ends because ``rank`` failed; wait until the launcher has seen the end of that process.
 
-        Takes `FAILED_PROCESS_GRACE_S` and `LAUNCHER_LOOKS_S` at most. It waits for no process that is lost, that cannot
-        be watched, or that is this one. Returns whether ``rank`` is another one, so that its failure was logged here.
+        Takes `FAILED_PROCESS_GRACE_S` and `LAUNCHER_LOOKS_S` at most. It waits for no process that cannot be watched or
+        that is this one. Returns whether ``rank`` is another one, so that its failure was logged here.
         """
-        own = self._identities.get(self._topology.rank)
-        process = self._identities.get(rank)
-        if rank == self._topology.rank or own is None or process is None:
+        if rank == self._topology.rank:
             return False
         logger.error("%s ends: aborted by %s", self._topology.name, why)
-        if not is_lost and process.pid != own.pid and await ended(process, own, timeouts.FAILED_PROCESS_GRACE_S):
+        process = self._identities.get(rank)
+        # A lost process has ended, or it is stopped and will not end.
+        grace_s = timeouts.BREAK_GRACE_S if is_lost else timeouts.FAILED_PROCESS_GRACE_S
+        if process is not None and await ended(process, ProcessIdentity.own(), grace_s):
             await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
         return True
 

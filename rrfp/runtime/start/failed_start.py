@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rrfp import timeouts
 from rrfp.compute.tracebacks import print_no_traceback
-from rrfp.errors import PipelineAborted, ProtocolError, TransportError
+from rrfp.errors import PipelineAborted, ProtocolError, RrfpError, TransportError
 from rrfp.host import ProcessIdentity, ended
 from rrfp.log import get_logger
 from rrfp.model.topology import Topology
@@ -76,7 +76,7 @@ class FailedStarts:
         meet: Callable[[float], Awaitable[Rendezvous]],
         secret: Secret | None,
     ) -> None:
-        #: Whether the error of this rank's start is one that all ranks raise: then there is nothing to report.
+        #: Whether the error of this rank's start is one that all ranks raise: then no rank has to learn of it.
         self.is_known_to_all = False
         self._topology = topology
         self._meet = meet
@@ -93,19 +93,28 @@ class FailedStarts:
         return self._rendezvous
 
     def report_now(self, error: BaseException) -> None:
-        """Tell the others of ``error``, before there is a loop. Takes `NOTIFY_S` at most and raises nothing."""
+        """Tell the others of ``error``, before there is a loop. Raises nothing.
+
+        A store that does not answer is given up after `ABORTED_S`. Where another rank prints the error, this one waits
+        for the end of that.
+        """
         if self._topology.world == 1:
             return
+        has_reported = threading.Event()
 
         async def report() -> None:
             with suppress(Exception):  # no store, or one that is a plugin: there is an error to report already
                 await self.meet(timeouts.NOTIFY_S)
                 await self._report(error)
+                has_reported.set()
+                await self._leave_to_one(error)
 
         # On another thread, since this one may run a loop; it is left behind if the store does not answer.
         reporting = threading.Thread(target=partial(asyncio.run, report()), name="rrfp-failed-start", daemon=True)
         reporting.start()
-        reporting.join(timeouts.NOTIFY_S)
+        reporting.join(timeouts.ABORTED_S)
+        if has_reported.is_set():
+            reporting.join()
 
     async def unless_reported(self, start: Coroutine[Any, Any, T]) -> T:
         """Wait for ``start`` of this rank, and report it to the others if it fails."""
@@ -130,13 +139,13 @@ class FailedStarts:
 
     async def _failed(self, error: Exception, listening: asyncio.Task[_Reported]) -> None:
         """This rank's start failed: because of another rank that reports one, or for a reason of its own."""
-        if self.is_known_to_all:
-            return
-        if isinstance(error, TransportError):  # such as a peer that is gone: it may have reported why
+        if isinstance(error, TransportError) and not self.is_known_to_all:
+            # Such as a peer that is gone: it may have reported why.
             await asyncio.wait({listening}, timeout=2 * timeouts.LOOK_S)
             if listening.done():
                 await self._raise(listening.result(), error)
         await self._report(error)
+        await self._leave_to_one(error)
 
     async def _report(self, error: BaseException) -> None:
         if self._rendezvous is None:
@@ -145,12 +154,40 @@ class FailedStarts:
         value = records.pack(FailedStart(self._topology.rank, reason, ProcessIdentity.own()))
         with suppress(TransportError, TimeoutError):
             async with asyncio.timeout(timeouts.NOTIFY_S):
-                await self._rendezvous.publish(self._key, vouch(self._secret, value, *self._about))
+                if await self._other_with(error, timeouts.GLANCE_S) is None:
+                    await self._rendezvous.publish(self._reported_as, vouch(self._secret, value, *self._about))
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._topology.rank == 0 and not is_hosted and isinstance(self._rendezvous, StoreRendezvous):
             if not _kept:
                 atexit.register(_linger, time.monotonic() + timeouts.NOTIFY_S)
             _kept.append(self._rendezvous)
+
+    async def _leave_to_one(self, error: BaseException) -> None:
+        """Under torchrun, of ranks that all raise the same one prints its traceback: the one whose report has stayed.
+
+        The others say so in one line, and let it end first.
+        """
+        if not _is_under_torchrun() or not isinstance(error, RrfpError):
+            return
+        await asyncio.sleep(timeouts.LOOK_S)  # ranks that failed at the same time have reported too
+        if (other := await self._other_with(error, timeouts.LOOK_S)) is not None:
+            await self._end_after(other, describe(error), error)
+
+    async def _other_with(self, error: BaseException, timeout_s: float) -> ProcessIdentity | None:
+        """The process of another rank that has reported an error of the same type, under torchrun."""
+        if self._rendezvous is None or not _is_under_torchrun():
+            return None
+        try:
+            failed, is_vouched = self._unpack(await self._rendezvous.lookup(self._reported_as, timeout_s))
+        except (TransportError, ProtocolError):
+            return None
+        is_same = failed.reason.startswith(f"{type(error).__name__}:") and (is_vouched or self._secret is None)
+        return failed.process if is_same and failed.rank != self._topology.rank else None
+
+    @property
+    def _reported_as(self) -> str:
+        """The key of this rank's report; one that all know of must not reach those that wait for it."""
+        return f"{self._key}/all" if self.is_known_to_all else self._key
 
     async def _listen(self) -> _Reported:
         """Wait until another rank reports that it cannot start."""
@@ -163,9 +200,8 @@ class FailedStarts:
             return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     def _read(self, data: bytes) -> _Reported:
-        voucher, value = split_voucher(data)
         try:
-            failed = records.unpack(FailedStart, value[:_MOST_BYTES], "a failed start")
+            failed, is_vouched = self._unpack(data)
             name = self._topology.name_of(failed.rank) if failed.rank in range(self._topology.world) else ""
         except ProtocolError:
             name = ""
@@ -174,21 +210,36 @@ class FailedStarts:
                 "the rendezvous store has a failed start that cannot be read: another program wrote to the store"
             )
         reason = printable(failed.reason, _MOST_CHARACTERS)
-        if self._secret is not None and hmac.compare_digest(self._secret.mac(*self._about, value), voucher):
+        if is_vouched:
             return _Reported(f"{name} cannot start: {reason}", failed.process)
         doubt = "" if self._secret is None else " (the secret of this job does not vouch for it)"
         return _Reported(f"{name} says, through the store: {reason}{doubt}", failed.process)
 
+    def _unpack(self, data: bytes) -> tuple[FailedStart, bool]:
+        """A failed start, and whether the secret vouches for it; a ProtocolError if it cannot be read."""
+        voucher, value = split_voucher(data)
+        failed = records.unpack(FailedStart, value[:_MOST_BYTES], "a failed start")
+        if self._secret is None:
+            return failed, False
+        return failed, hmac.compare_digest(self._secret.mac(*self._about, value), voucher)
+
     async def _raise(self, reported: _Reported, cause: BaseException | None = None) -> NoReturn:
-        """Raise it; under torchrun as `LocalRanks.wait_for_failed_process` does."""
+        """Raise it; under torchrun in one line, after the rank at fault."""
         error = TransportError(reported.text)
-        if "TORCHELASTIC_RUN_ID" in os.environ and reported.process is not None:
-            logger.error("%s ends: %s", self._topology.name, reported.text)
-            print_no_traceback(error)
-            grace_s = timeouts.NOTIFY_S - timeouts.LAUNCHER_LOOKS_S
-            if await ended(reported.process, ProcessIdentity.own(), grace_s):
-                await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+        if _is_under_torchrun() and reported.process is not None:
+            await self._end_after(reported.process, reported.text, error)
         raise error from cause
+
+    async def _end_after(self, process: ProcessIdentity, why: str, error: RrfpError) -> None:
+        """Log that this rank ends, of which ``error`` prints no more; as `Session` does after an abort."""
+        logger.error("%s ends: %s", self._topology.name, why)
+        print_no_traceback(error)
+        if await ended(process, ProcessIdentity.own(), timeouts.FAILED_PROCESS_GRACE_S):
+            await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+
+
+def _is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _linger(until_s: float) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from rrfp import timeouts
-from rrfp.compute.gradients.tie_copies import CopySettings, Tie
+from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
 from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology

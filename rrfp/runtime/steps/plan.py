@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from torch import Tensor
 
-from rrfp.compute.named_tuples import is_named
+from rrfp.compute.loss import Reduction, SharedGradientWeights, gradient_weights
+from rrfp.compute.payload import is_named
 from rrfp.compute.program import Batch
-from rrfp.compute.weighting import Reduction, SharedGradientWeights, gradient_weights
 from rrfp.errors import ConfigError, misspelt
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.visits import Visits
+from rrfp.plain import flag, number, or_none, whole
 from rrfp.runtime.steps.whole_batch import WholeBatches, is_batch
 
 
@@ -130,7 +130,7 @@ class StepRequest:
     """The arguments of one call of `step` or `evaluate`, as the caller passed them; `rrfp.Pipeline.step` explains them.
 
     Raises:
-        ConfigError: if a flag is no flag.
+        ConfigError: if ``microbatches`` is no whole number, or a flag no flag.
     """
 
     mode: Mode
@@ -146,11 +146,9 @@ class StepRequest:
     return_outputs: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_count(self.microbatches)
-        if type(self.reduce_gradients) is not bool:
-            raise ConfigError(f"reduce_gradients is {self.reduce_gradients!r}, must be True or False")
-        if self.return_outputs is not None and type(self.return_outputs) is not bool:
-            raise ConfigError(f"return_outputs is {self.return_outputs!r}, must be True, False or None")
+        object.__setattr__(self, "microbatches", or_none(whole, "microbatches", self.microbatches, 1))
+        flag("reduce_gradients", self.reduce_gradients)
+        or_none(flag, "return_outputs", self.return_outputs)
 
     @classmethod
     def of(
@@ -268,13 +266,13 @@ class StepPlanner:
         if request.microbatches is None or all(values is None for values in fields.values()):
             return request
         kwargs = request.kwargs
-        is_whole = self.model is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
+        is_uncut = self.model is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
         named = _named_inputs(request.inputs, self.model) | _named_targets(request.targets, self.model)
-        named |= {"kwargs": kwargs} if is_whole else _named_kwargs(kwargs, self.stages, self.model)
-        whole = WholeBatches(named, request.microbatches)
-        cut = {field: whole.replaced(field, values) for field, values in fields.items()}
+        named |= {"kwargs": kwargs} if is_uncut else _named_kwargs(kwargs, self.stages, self.model)
+        batches = WholeBatches(named, request.microbatches)
+        cut = {field: batches.replaced(field, values) for field, values in fields.items()}
         is_mean = request.weights is None and self.reduction == "mean"
-        return replace(request, **cut, weights=whole.weights() if is_mean else request.weights)
+        return replace(request, **cut, weights=batches.weights() if is_mean else request.weights)
 
     def _microbatches(self, request: StepRequest) -> int:
         """M, on which all lists of ``request`` agree."""
@@ -315,17 +313,7 @@ def _named_kwargs(kwargs: Any, stages: int, graph: ModelGraph | None) -> dict[st
 
 
 def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
-    return None if sizes is None else tuple(_size(f"sizes[{m}]", size) for m, size in enumerate(sizes))
-
-
-def _size(name: str, size: Any) -> float:
-    try:
-        number = float(size)  # token counts are often numbers of numpy, or tensors
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ConfigError(f"{name} is {size!r}, must be a finite number >= 0")
-    return number
+    return None if sizes is None else tuple(number(f"sizes[{m}]", size, 0) for m, size in enumerate(sizes))
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
@@ -353,10 +341,3 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
     if count < 1:
         raise ConfigError(f"{name} is empty, must hold at least 1 microbatch")
     return count
-
-
-def _check_count(microbatches: Any) -> None:
-    if microbatches is not None and type(microbatches) is not int:
-        raise ConfigError(f"microbatches is {microbatches!r}, must be a whole number")
-    if microbatches is not None and microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches}, must be at least 1")

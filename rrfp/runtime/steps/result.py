@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from rrfp.core.usage import Peaks
+from rrfp.errors import RrfpError
 from rrfp.model.tasks import Mode
 from rrfp.runtime.steps.reports import PendingReports, StepFigures
 from rrfp.trace.breakdown import Breakdown
@@ -96,16 +98,26 @@ class StepResult(_Reported):
         """For each stage, the most bytes held by microbatches in work and by outputs on their way out."""
         return tuple(peak.num_bytes for peak in self.peaks)
 
-    async def complete(self) -> Self:
-        """Wait for the reports of all ranks without blocking the event loop.
+    def complete(self) -> Coroutine[Any, Any, Self]:
+        """Wait for the reports of all ranks without blocking the event loop: to be awaited.
 
         Returns:
             This result; no attribute waits any more.
 
         Raises:
             PipelineAborted: if the pipeline failed before they came.
-            RrfpError: if the pipeline was left, and its loop did not run any more.
+            RrfpError: if the pipeline was left, and its loop did not run any more; or where no event loop runs.
         """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise RrfpError(
+                "complete() of a result was called where no event loop runs: read its attributes, which wait, or, in a "
+                "coroutine, await result.complete()"
+            ) from None
+        return self._complete()
+
+    async def _complete(self) -> Self:
         if (pending := self.pending) is not None:
             self._fill(await pending.arrive())
         return self

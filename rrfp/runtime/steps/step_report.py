@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rrfp import timeouts
-from rrfp.compute.weighting import Reduction, SharedGradientWeights, combine_losses
+from rrfp.compute.loss import Reduction, SharedGradientWeights, combine_losses
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rrfp.compute.gradients.layout import as_dtensor
-from rrfp.compute.named_tuples import is_named, with_items
+from rrfp.compute.payload import is_named, with_items
 from rrfp.errors import ConfigError
 
 _BY_MICROBATCH = "for any other batch pass a list with one entry a microbatch"

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from rrfp.compute.devices.cuda import CudaDevice
 from rrfp.compute.lanes.base import Lane
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.lanes.thread import ThreadLane
+from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
 from rrfp.testing.lane_checks.subject import MakeLane, Subject
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rrfp.compute.devices.base import Device
 from rrfp.compute.lanes.base import Execution, Lane
+from rrfp.devices.base import Device
 from rrfp.testing.checks import SkippedError
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from rrfp.testing.transport_checks.pair import (
     soon,
 )
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
-from rrfp.transports.tensor_bytes import ALIGNMENT, DTYPES
+from rrfp.transports.wire.tensor_bytes import ALIGNMENT, DTYPES
 
 _MIB = 1 << 20
 

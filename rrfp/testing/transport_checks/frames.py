@@ -16,7 +16,7 @@ from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, data, index_of, pass_on, soon
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.wire import MAX_HEADER_BYTES, VERSION, Codec
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, VERSION, Codec
 
 _MAX_MESSAGE_BYTES = 1 << 20
 
@@ -121,7 +121,7 @@ async def _inject(
 
 
 def check_codec() -> None:
-    """`rrfp.transports.wire` refuses every bad frame: for transports that use its codec, beside `check_bad_frames`.
+    """`rrfp.transports.Codec` refuses every bad frame: for transports that use its codec, beside `check_bad_frames`.
 
     Raises:
         AssertionError: naming the frame that it accepted.

@@ -1,18 +1,15 @@
-"""Tensors over a process group of two ranks for each direction; announcements and everything else over `auto`.
+"""Tensors over a process group of two ranks for each direction; announcements and everything else over shm or zmq.
 
 EXPERIMENTAL. A sender announces each message with tensors, then posts their transfer; the receiver posts the receives
-when it gets the announcement, in the announced order. So no transfer waits for memory or for a task. Both ends bound
-what is under way by windows of ``queue_bytes`` for each peer and channel, which are taken before the announcement and
-given back when ``receive`` has returned the message.
+when it gets the announcement, in the announced order. So no transfer waits for memory or for a task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,28 +19,29 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
-from rrfp.transports.auto import host_transport
+from rrfp.transports.auto import host_transports
 from rrfp.transports.base import Message, Rendezvous, TransportContext
-from rrfp.transports.carried.link import TunnelLink
-from rrfp.transports.carried.transport import CarriedTransport
-from rrfp.transports.carried.wires import Backend, Edge, EdgeName, Wire, read_error
-from rrfp.transports.collective.gloo import GlooBackend
+from rrfp.transports.collective.channel import Backend, GroupChannel, PairGroup, RankPair
 from rrfp.transports.collective.nccl import NcclBackend
 from rrfp.transports.collective.threads import start_thread
-from rrfp.transports.flow import CLOSED, HomeLoop, settle
-from rrfp.transports.rendezvous import in_thread, publish_in_time
-from rrfp.transports.staged import staged
+from rrfp.transports.links.flow import CLOSED, HomeLoop
+from rrfp.transports.rendezvous import in_thread
+from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.p2p import P2PChannel
+from rrfp.transports.tunnel.transport import TunnelTransport
 from rrfp.transports.zmq.endpoint import LOOPBACK, interface_towards_master
 
 _Result = TypeVar("_Result")
 
+#: The kind of device between which NCCL moves tensors.
+CUDA = "cuda"
+
 
 class RendezvousStore(Store):
-    """A torch store over a `Rendezvous`, so that process groups meet wherever the transports do.
+    """A torch store over a `Rendezvous`. Create it on the loop; use it on other threads, one at a time."""
 
-    Process groups ask for keys in C++, on a thread that waits; the rendezvous lives on the loop. So every call here
-    runs on the loop, and `close` ends those that wait. Create it on the loop; use it on other threads, one at a time.
-    """
+    # Process groups ask for keys in C++, on a thread that waits; the rendezvous lives on the loop. So every call runs
+    # on the loop, and `close` ends those that wait.
 
     def __init__(self, rendezvous: Rendezvous, prefix: str, timeout_s: float) -> None:
         super().__init__()
@@ -84,114 +82,27 @@ class RendezvousStore(Store):
         return future.result()
 
 
-class EdgeMaker:
-    """Makes the edges of one rank, in the same order on all ranks and off the loop. Create it on the loop."""
-
-    def __init__(self, context: TransportContext, backend: Backend, home: HomeLoop) -> None:
-        self._context = context
-        self._backend = backend
-        self._home = home
-        self._lock = threading.Lock()
-        self._store: RendezvousStore | None = None
-        self._closed = False
-        self._wires: dict[EdgeName, Wire] = {}
-        #: Fails with the first error passed to `end`.
-        self._ended: asyncio.Future[None] = home.loop.create_future()
-        self._ended.add_done_callback(read_error)
-
-    async def make(self, peers: Collection[int], deadline_s: float) -> dict[EdgeName, Edge]:
-        """Both edges between this rank and each of ``peers``."""
-        rank = self._context.rank
-        names = sorted(edge for peer in peers for edge in (EdgeName(rank, peer), EdgeName(peer, rank)))
-        making = asyncio.create_task(self._make(names, deadline_s))
-        try:
-            await asyncio.wait({making, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if self._ended.done():
-                self._ended.result()
-            making.result()
-        finally:
-            making.cancel()
-        wires, self._wires = self._wires, {}
-        return {name: Edge(wire, self._home) for name, wire in wires.items()}
-
-    async def _make(self, names: Sequence[EdgeName], deadline_s: float) -> None:
-        for name in names:
-            timeout_s = max(deadline_s - self._home.loop.time(), 0.001)
-            self._store = RendezvousStore(self._context.rendezvous, self._key(f"{name}/"), timeout_s)
-            try:
-                # A backend that connects may take no notice of its time limit, as gloo does when the other end died.
-                async with asyncio.timeout_at(deadline_s):
-                    await in_thread(partial(self._connect, name, self._store, timeout_s), start_thread)
-            except Exception as error:
-                peer = name.target if name.source == self._context.rank else name.source
-                limit_s = self._context.connect_timeout_s
-                reason = f"{error!s:.200}" or "its end did not come"
-                raise TransportError(f"no edge with rank {peer} within {limit_s:g} s: {reason}") from error
-
-    def _key(self, name: object) -> str:
-        return f"collective/{self._context.run_id}/{self._context.restart}/{name}"
-
-    async def compare_backends(self, peers: Collection[int], deadline_s: float) -> None:
-        """Tell ``peers`` which backend this rank has."""
-        own, rendezvous = self._backend.name, self._context.rendezvous
-        await publish_in_time(self._context, self._key(self._context.rank), own.encode())
-        for peer in sorted(peers):
-            try:
-                value = await rendezvous.lookup(self._key(peer), max(deadline_s - self._home.loop.time(), 0.0))
-            except TransportError as error:
-                raise TransportError(f"rank {peer} did not connect: {error}") from error
-            if value != own.encode():
-                raise ConfigError(
-                    f"rank {self._context.rank} moves tensors by {own}, rank {peer} by {value!r:.40}, if no other "
-                    "program wrote that to the store: with transport collective all ranks must compute on devices of "
-                    "one kind; transport='auto' joins any"
-                )
-
-    def _connect(self, name: EdgeName, store: RendezvousStore, timeout_s: float) -> None:
-        wire = self._backend.connect(name, store, timeout_s)
-        with self._lock:
-            if not self._closed:
-                self._wires[name] = wire
-                return
-        wire.abort()
-        raise TransportClosedError(CLOSED)
-
-    def end(self, error: RrfpError) -> None:
-        """Have `make` raise ``error``, and free the wires that it has made and not returned.
-
-        May be called twice; never waits, also for a backend that is connecting.
-        """
-        with self._lock:
-            self._closed = True
-            wires, self._wires = self._wires, {}
-        settle(self._ended, error)
-        if self._store is not None:
-            self._store.close()
-        for wire in wires.values():
-            wire.abort()
-
-
-#: The kind of device between which tensors need not pass through host memory.
-CUDA = "cuda"
-
-
-async def choose_backend(context: TransportContext) -> Backend:
-    """NCCL for a rank that computes on a CUDA device, otherwise gloo."""
-    address = await _address(context)
-    copies = context.copies
+async def nccl_backend(context: TransportContext) -> Backend:
+    """NCCL, for a rank that computes on a CUDA device."""
+    copies, instead = context.copies, "'auto' copies tensors through host memory where nothing better fits"
     if copies is None or copies.kind != CUDA:
-        return GlooBackend(context.rank, address)
+        where = "the CPU" if copies is None else copies.kind
+        raise ConfigError(
+            f"transport is 'collective', must be another one for ranks on {where}: it moves tensors between CUDA "
+            f"devices; {instead}"
+        )
     if not (distributed.is_available() and distributed.is_nccl_available()):
         raise ConfigError(
-            "transport is 'collective', must be another one for modules on cuda: this torch has no NCCL; 'auto' copies "
-            "tensors through host memory"
+            f"transport is 'collective', must be another one for modules on cuda: this torch has no NCCL; {instead}"
         )
+    await check_leave(context)
     index = torch.cuda.current_device() if copies.index is None else copies.index
-    return NcclBackend(context.rank, torch.device(CUDA, index))
+    return NcclBackend(context.rank, torch.device(CUDA, index), copies)
 
 
-async def _address(context: TransportContext) -> str:
-    """The address of the interface on which edges listen: within a host too, any user of it may connect there."""
+async def check_leave(context: TransportContext) -> str:
+    """The address where groups listen, if the job permits plain connections."""
+    # Within a host too: any user of it may connect to its loopback addresses.
     address = LOOPBACK if context.single_host else await in_thread(interface_towards_master)
     if context.secret is not None and not context.plain_data:
         raise ConfigError(
@@ -206,51 +117,89 @@ async def _address(context: TransportContext) -> str:
     return address
 
 
-class CollectiveTransport(CarriedTransport):
-    """Tensors over gloo, or NCCL between GPUs; experimental, and NCCL not run on several GPUs.
-
-    Args:
-        context: this rank, its peers and the limits. Edges join it with each of ``data_peers``.
-        backend: makes the edges; by default gloo, or NCCL where the rank computes on a CUDA device.
-    """
+class CollectiveTransport(TunnelTransport):
+    """Tensors between CUDA devices over NCCL, or what another ``backend`` moves."""
 
     def __init__(self, context: TransportContext, backend: Backend | None = None) -> None:
-        # Other devices are staged in front of this, and edges move the host's tensors.
-        copies = context.copies if context.copies is not None and context.copies.kind == CUDA else None
-        super().__init__(context, staged(host_transport(replace(context, copies=copies)), copies))
-        if copies is not None:
-            self.carries |= {CUDA}
+        super().__init__(context)
         self._backend = backend
-        self._maker: EdgeMaker | None = None
+        #: Those that no link has yet.
+        self._groups: dict[RankPair, PairGroup] = {}
+        self._store: RendezvousStore | None = None
+        self._making: asyncio.Task[None] | None = None
+        #: Why they are not made, once that is so.
+        self._failure: RrfpError | None = None
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
-        if self._backend is None:
-            self._backend = await choose_backend(context)
-        self._maker = EdgeMaker(context, self._backend, home)
-        data_peers = context.peers if context.data_peers is None else context.data_peers
-        with_edges = set(data_peers) & set(context.peers)
-        await self._maker.compare_backends(with_edges, deadline_s)
-        self._check_open()
-        await self._carrier.start()
-        self._check_open()
-        self._receive_all()  # already: a peer that ends while edges are made would be waited for
-        edges = await self._maker.make(with_edges, deadline_s)
-        self._attach({peer: self._link(peer, edges, self._backend, home) for peer in context.peers})
+        backend = self._backend or await nccl_backend(context)
+        await self._start_bases(await host_transports(context, home, deadline_s))
+        for base in self._bases:
+            self._read(base)  # already: a peer that ends while groups are made would be waited for
+        self._making = asyncio.create_task(self._make_groups(backend, deadline_s))
+        try:
+            await self._making
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        groups, self._groups = self._groups, {}
+        self._attach(
+            TunnelLink(peer, base, self, home, _channel_with(peer, context.rank, groups, backend))
+            for base in self._bases
+            for peer in base.context.peers
+        )
 
-    def _link(self, peer: int, edges: dict[EdgeName, Edge], backend: Backend, home: HomeLoop) -> TunnelLink:
-        rank = self.context.rank
-        outgoing, incoming = edges.get(EdgeName(rank, peer)), edges.get(EdgeName(peer, rank))
-        return TunnelLink(peer, self, self._carrier, backend, outgoing, incoming, home)
+    async def _make_groups(self, backend: Backend, deadline_s: float) -> None:
+        """Make both groups with each peer, in the same order on all ranks."""
+        context, rank = self.context, self.context.rank
+        pairs = (pair for peer in context.tensor_peers for pair in (RankPair(rank, peer), RankPair(peer, rank)))
+        for pair in sorted(pairs):
+            timeout_s = max(deadline_s - asyncio.get_running_loop().time(), 0.001)
+            prefix = f"collective/{context.run_id}/{context.restart}/{pair}/"
+            self._store = RendezvousStore(context.rendezvous, prefix, timeout_s)
+            try:
+                # A backend that connects may take no notice of its time limit, as gloo does when the other end died.
+                async with asyncio.timeout_at(deadline_s):
+                    await in_thread(partial(self._make_group, backend, pair, self._store, timeout_s), start_thread)
+            except Exception as error:
+                peer = pair.target if pair.source == rank else pair.source
+                reason, limit_s = f"{error!s:.200}" or "its end did not come", context.connect_timeout_s
+                raise TransportError(f"no process group with rank {peer} within {limit_s:g} s: {reason}") from error
+
+    def _make_group(self, backend: Backend, pair: RankPair, store: RendezvousStore, timeout_s: float) -> None:
+        self._groups[pair] = backend.connect(pair, store, timeout_s)
+        if self._failure is not None:  # while it connected
+            self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        """Free the groups that no link has; on any thread."""
+        for pair in list(self._groups):
+            if (group := self._groups.pop(pair, None)) is not None:
+                group.abort()
+
+    def _give_up(self, error: RrfpError) -> None:
+        """Make no groups; ``start`` raises the first ``error``."""
+        self._failure = self._failure or error
+        if self._making is not None:
+            self._making.cancel()
+        if self._store is not None:
+            self._store.close()
+        self._abort_groups()
 
     def _on_early(self, entry: Message | RrfpError) -> None:
         super()._on_early(entry)
-        if isinstance(entry, PeerLostError) and self._maker is not None:
-            self._maker.end(TransportError(f"rank {entry.peer} connected, then left: {entry.reason}"))
+        if isinstance(entry, PeerLostError):
+            self._give_up(TransportError(f"rank {entry.peer} connected, then left: {entry.reason}"))
 
     def _free(self) -> None:
-        if self._maker is not None:
-            self._maker.end(TransportClosedError(CLOSED))
+        self._give_up(TransportClosedError(CLOSED))
         super()._free()
-        if self._backend is not None:
-            self._backend.close()
+
+
+def _channel_with(
+    peer: int, rank: int, groups: dict[RankPair, PairGroup], backend: Backend
+) -> Callable[[TunnelLink], P2PChannel] | None:
+    """Makes the channel with a peer; None where there are no groups."""
+    outgoing, incoming = groups.get(RankPair(rank, peer)), groups.get(RankPair(peer, rank))
+    return None if outgoing is None or incoming is None else partial(GroupChannel, outgoing, incoming, backend)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rrfp.errors import FrameError
-from rrfp.transports.wire import MAX_HEADER_BYTES
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES
 
 #: Tensors of a message that travel in its datagram: two copies of so little cost less than a slot's page faults.
 INLINE_BYTES = 64 << 10
@@ -60,7 +60,7 @@ def pack(header: bytes, payload: DatagramBody = NOWHERE, inline: Sequence[memory
 
 
 def unpack(peer: int | None, datagram: memoryview) -> Datagram:
-    """The parts of a received datagram; a FrameError, which names ``peer``, if its lengths do not agree."""
+    """The parts of a received datagram; a FrameError if lengths disagree."""
     size = datagram.nbytes
     if size < _PREFIX.size:
         raise FrameError(peer, "prefix", f"has {size} bytes, must have {_PREFIX.size}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rrfp.errors import TransportError
 from rrfp.host import peer_credentials
 from rrfp.log import get_logger
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm.slots import with_limit
 
 _log = get_logger(__name__)

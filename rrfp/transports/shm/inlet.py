@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rrfp.errors import FrameError, TransportError
-from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.header_checks import HeaderChecks
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, DatagramBody, unpack
 from rrfp.transports.shm.packets import Packet
-from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slots import Slot, padded, with_limit
-from rrfp.transports.wire import Sealed
+from rrfp.transports.shm.state import TransportState
+from rrfp.transports.wire.announcements import Announcement
+from rrfp.transports.wire.codec import Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: The kinds of the link's own frames; every other kind is a message's.
 LINK_KINDS = ("hello", "welcome", "credit", "want", "drop", "lost", "bye")
@@ -34,11 +34,11 @@ class ShmReceiver(Protocol):
         """A frame was dropped."""
 
     def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
-        """The slot of a good message with ``num_bytes`` of tensors cannot be mapped here; `on_bad_frame` says why."""
+        """The slot of a good message cannot be mapped here."""
 
 
 class ShmInlet:
-    """One channel of ``peer``. Used on one loop only; calls ``receiver`` with messages and frames."""
+    """One channel of ``peer``. Used on one loop only."""
 
     def __init__(self, peer: int, channel: Channel, shared: TransportState, receiver: ShmReceiver) -> None:
         self._peer = peer

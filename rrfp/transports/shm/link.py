@@ -1,4 +1,4 @@
-"""The state of the connection to one peer, and its three channels.
+"""The connection to one peer, and its three channels: tensors go into a datagram or into a slot, and are copied once.
 
 Connecting (three sockets, each greeted) -> open -> left in order (bye on every channel) or lost. Everything that a
 process sent before its end lies in this rank's sockets already, also its bye or the abort that names a cause. So when
@@ -8,21 +8,187 @@ one socket ends, all are read to their end, and then the rank knows whether the 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from rrfp.errors import FrameError, PeerLostError, RrfpError
-from rrfp.transports.base import Channel
-from rrfp.transports.flow import Credits, Window, apply_credit
-from rrfp.transports.header_checks import HeaderChecks
-from rrfp.transports.shm.datagrams import pack
-from rrfp.transports.shm.inlet import BYE, CREDIT, HELLO, LOST, WANT, WELCOME, ShmInlet, ShmReceiver
-from rrfp.transports.shm.outlet import ShmOutlet
+from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
+from rrfp.transports.base import Channel, Message
+from rrfp.transports.links.flow import Credits, Window, apply_credit, cost_of
+from rrfp.transports.shm.datagrams import INLINE_BYTES, DatagramBody, pack
+from rrfp.transports.shm.inlet import BYE, CREDIT, DROP, HELLO, LOST, WANT, WELCOME, ShmInlet, ShmReceiver
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.shared import TransportState
-from rrfp.transports.wire import Sealed
+from rrfp.transports.shm.slot_pool import SlotLoan, SlotPool, is_same
+from rrfp.transports.shm.slots import Slot, padded, with_limit
+from rrfp.transports.shm.state import TransportState
+from rrfp.transports.wire.codec import Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
+from rrfp.transports.wire.tensor_bytes import copy_bytes
+
+#: Larger messages are copied in the helper thread. Up to here a copy keeps the loop busy for less than half a
+#: millisecond, without the GIL; a thread costs as much processor time in switches alone.
+COPIED_ON_LOOP_BYTES = 2 << 20
+
+
+class ShmOutlet:
+    """The sending side of one channel. Used on one loop only."""
+
+    def __init__(self, peer: int, packets: PacketSocket, shared: TransportState, ask: Callable[[], None]) -> None:
+        home = shared.home
+        self.window = Window(shared.queue_bytes, home, ask)
+        self.pool = SlotPool(home.loop.time, self._on_dropped, shared.register, shared.make_room)
+        self._peer = peer
+        self._packets = packets
+        self._codec = shared.codec
+        self._copier = shared.copier
+        self._turn = asyncio.Lock()
+        self._sequence = 0
+        self._error: RrfpError | None = None
+        self._loan: SlotLoan | None = None
+
+    async def send(self, message: Message, num_bytes: int) -> None:
+        """See `OutletContract.send`. Cancelled, it has sent nothing."""
+        cost = cost_of(num_bytes)
+        self._codec.check_size(num_bytes)
+        async with self._turn:
+            await self.window.acquire(cost)
+            try:
+                header, frames = self._codec.encode(message, self._sequence)
+                if num_bytes <= INLINE_BYTES:
+                    await self._send(pack(header, DatagramBody(len(frames), num_bytes), frames))
+                else:
+                    await self._send_in_slot(header, frames, num_bytes)
+            except BaseException:
+                self.window.release(cost)
+                raise
+            self._sequence += 1
+
+    def send_at_once(self, message: Message, num_bytes: int) -> bool:
+        """Send a message if nothing has to be waited for; see `SendsAtOnce`."""
+        cost = cost_of(num_bytes)
+        if self._turn.locked() or num_bytes > COPIED_ON_LOOP_BYTES:
+            return False
+        self._codec.check_size(num_bytes)
+        if not self.window.try_acquire(cost):
+            return False
+        sent = False
+        try:
+            sent = self._push(message, num_bytes)
+        except OSError:
+            return False  # the peer is gone, or there is no memory: `send` says so
+        finally:
+            if not sent:
+                self.window.release(cost)
+        self._sequence += 1
+        return True
+
+    def _push(self, message: Message, num_bytes: int) -> bool:
+        header, frames = self._codec.encode(message, self._sequence)
+        if num_bytes <= INLINE_BYTES:
+            return self._packets.push(pack(header, DatagramBody(len(frames), num_bytes), frames))
+        slot = self._slot_for(frames)
+        sent = False
+        try:
+            _fill(slot, _copies_into(slot, frames))
+            payload = DatagramBody(len(frames), num_bytes, slot.ident, slot.num_bytes)
+            sent = self._packets.push(pack(header, payload), slot.descriptor)
+        finally:
+            if not sent:
+                self._put_back(slot)
+        slot.close_descriptor()
+        return sent
+
+    async def _send_in_slot(self, header: bytes, frames: list[memoryview], num_bytes: int) -> None:
+        slot = self._slot_for(frames)
+        copies = _copies_into(slot, frames)
+        is_short = sum(frame.nbytes for _, frame in copies) <= COPIED_ON_LOOP_BYTES
+        filled = self._copier.run(partial(_fill, slot, copies), now=is_short)
+        try:
+            await asyncio.shield(filled)
+            payload = DatagramBody(len(frames), num_bytes, slot.ident, slot.num_bytes)
+            await self._send(pack(header, payload), slot.descriptor)
+        except BaseException as error:
+            # A slot in the middle of a copy must not be lent to another message.
+            filled.add_done_callback(partial(self._on_unsent, slot))
+            if isinstance(error, OSError):
+                raise self._no_memory(slot.num_bytes, error) from error
+            raise
+        slot.close_descriptor()
+
+    def lend(self, sizes: Sequence[int]) -> SlotLoan | None:
+        """A slot for the next message; None if that would have no slot."""
+        if sum(sizes) <= INLINE_BYTES:
+            return None
+        self._loan = SlotLoan(self._acquire(sum(map(padded, sizes))), sizes, self.pool)
+        return self._loan
+
+    def _slot_for(self, frames: Sequence[memoryview]) -> Slot:
+        if self._loan is not None and self._loan.accept(frames):
+            slot, self._loan = self._loan.slot, None
+            return slot
+        return self._acquire(sum(padded(frame.nbytes) for frame in frames))
+
+    def _acquire(self, num_bytes: int) -> Slot:
+        try:
+            return self.pool.acquire(num_bytes)
+        except OSError as error:
+            raise self._no_memory(num_bytes, error) from error
+
+    def _on_unsent(self, slot: Slot, filled: asyncio.Future[None]) -> None:
+        """The copy into ``slot`` has ended, which the receiver did not get."""
+        if not filled.cancelled():
+            filled.exception()  # else the loop reports it as never retrieved
+        self._put_back(slot)
+
+    def _put_back(self, slot: Slot) -> None:
+        """The receiver did not get ``slot``, and nothing is copied into it."""
+        if slot.descriptor is None:
+            slot.free()
+        else:
+            self.pool.forget(slot)
+
+    def _on_dropped(self, ident: int) -> None:
+        self._packets.post(pack(self._codec.seal(DROP, ident)))
+
+    async def _send(self, parts: Sequence[bytes | memoryview], descriptor: int | None = None) -> None:
+        try:
+            await self._packets.send(parts, descriptor)
+        except OSError:  # this end is closed, for the reason passed to `fail`, or the peer's is
+            error = self._error or PeerLostError(self._peer, "its connection ended")
+            self.window.fail(error)
+            raise type(error)(*error.args) from None
+
+    def _no_memory(self, num_bytes: int, error: OSError) -> TransportError:
+        return TransportError(
+            f"no {num_bytes} bytes of shared memory for a message to rank {self._peer}: {with_limit(error)}"
+        )
+
+    async def post_in_turn(self, header: bytes) -> None:
+        """Send a frame of the link behind all accepted messages."""
+        async with self._turn:
+            await self._send(pack(header))
+
+    def fail(self, error: RrfpError) -> None:
+        """Free everything at once; waiting and later sends raise ``error``, the first one passed."""
+        self.window.fail(error)
+        self._error = self._error or error
+        self.pool.clear()
+
+
+def _copies_into(slot: Slot, frames: Sequence[memoryview]) -> list[tuple[memoryview, memoryview]]:
+    """Targets in ``slot`` and sources, but for frames that lie there already."""
+    targets = slot.frames([frame.nbytes for frame in frames])
+    return [pair for pair in zip(targets, frames, strict=True) if not is_same(*pair)]
+
+
+def _fill(slot: Slot, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
+    if slot.descriptor is not None:
+        slot.reserve()
+    for target, frame in copies:
+        copy_bytes(target, frame)
+
 
 #: Datagrams that are read of one channel before the loop runs.
 _BATCH = 32
@@ -62,7 +228,7 @@ class ShmLink:
         self._is_over = False
 
     def attach(self, channel: Channel, packets: PacketSocket, process: int, *, accepted: bool) -> None:
-        """Add the socket of a channel, which greets: with a hello, or a welcome if it was ``accepted``."""
+        """Add the socket of a channel, and greet."""
         if self._is_over:  # the peer ended between two of its sockets
             packets.close()
             return
@@ -96,7 +262,7 @@ class ShmLink:
             self.lose("its connection ended")
 
     def _read_batch(self, connection: _Connection, most: int | None = None) -> bool:
-        """Read a channel until it is empty, has ended or ``most`` datagrams were read; whether it ended now."""
+        """Read ``most`` datagrams of a channel; whether it ended now."""
         buffer = self._shared.buffer
         view = memoryview(buffer)
         while not (self._is_over or connection.has_ended or most == 0):
@@ -143,13 +309,13 @@ class ShmLink:
             self._credits.consumed(channel, num_bytes)
 
     def on_message_lost(self, channel: Channel, num_bytes: int, slot: int) -> None:
-        """A message cannot be received here: its bytes become credit, and its sender forgets its slot."""
+        """A message cannot be received here: its bytes become credit."""
         self.consumed(channel, num_bytes)
         if slot:
             self._post(channel, LOST, slot)
 
     def lose(self, reason: str) -> None:
-        """The peer has ended, or is silent: read what it sent, then report it, unless it left in order."""
+        """Read what the peer sent, then report its loss, unless it left."""
         for connection in self._connections.values():
             self._read_batch(connection)
         if self._is_over:
@@ -173,7 +339,7 @@ class ShmLink:
             connection.inlet.close()
 
     async def leave(self) -> None:
-        """Send bye behind the accepted messages; returns when they are in the peer's sockets, or it is gone."""
+        """Send bye behind the accepted messages."""
         with suppress(RrfpError):
             for outlet in self.outlets.values():
                 await outlet.post_in_turn(self._shared.codec.seal(BYE))

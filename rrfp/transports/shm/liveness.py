@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 
 from rrfp.errors import TransportError
-from rrfp.transports.flow import HomeLoop
+from rrfp.host import pidfd
+from rrfp.transports.links.flow import HomeLoop
 
 #: States of a process in /proc/PID/stat: stopped by a signal, and by a debugger.
 _STOPPED = (b"T", b"t")
@@ -49,12 +50,9 @@ class PeerLiveness:
         self._looked_s = home.loop.time()
 
     def watch(self, peer: int, pid: int, on_lost: Callable[[str], None]) -> None:
-        """Call ``on_lost`` with the reason once the process of ``peer`` has ended, or was stopped or frozen too long.
-
-        Raises a TransportError if this process may open no more files.
-        """
+        """Call ``on_lost`` with the reason once the process ended, or was stopped or frozen too long."""
         try:
-            descriptor = os.pidfd_open(pid)
+            descriptor = pidfd(pid)
         except ProcessLookupError:
             self._loop.call_soon(on_lost, "its process ended")
             return
@@ -100,7 +98,7 @@ class PeerLiveness:
 
 
 def _stands_still(process: _Process) -> str:
-    """How ``process`` stands still; empty if it runs, has ended, or may run. Remembers what it used so far."""
+    """How ``process`` stands still; empty if it may run."""
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:  # it has ended, which its pidfd says
@@ -117,7 +115,7 @@ def _stands_still(process: _Process) -> str:
 
 
 def _switches(pid: int) -> int:
-    """How often the threads of a process gave up a core; differs from the last answer if threads came or went."""
+    """How often the threads of a process gave up a core."""
     count = 0
     for thread in Path(f"/proc/{pid}/task").glob("*/status"):
         with suppress(OSError):
@@ -127,7 +125,7 @@ def _switches(pid: int) -> int:
 
 
 def is_frozen(pid: int) -> bool | None:
-    """Whether a cgroup of process ``pid`` is frozen; None where that cannot be read from here."""
+    """Whether a cgroup of process ``pid`` is frozen; None if unreadable."""
     answers = set()
     try:
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -158,7 +156,7 @@ def _is_frozen(controller: str, path: str) -> bool | None:
 
 @cache
 def _mounts() -> dict[str, tuple[str, str]]:
-    """Of the second version of cgroups, key "", and of the freezer of the first: the cgroup and folder of its mount."""
+    """Mounts of the second version of cgroups, and of the first one's freezer."""
     mounts: dict[str, tuple[str, str]] = {}
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

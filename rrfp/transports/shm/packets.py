@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rrfp.errors import TransportError
-from rrfp.transports.flow import HomeLoop
+from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.shm.datagrams import MAX_DATAGRAM_BYTES
 
 #: Wanted for each direction of a socket; the kernel grants net.core.wmem_max at most.
@@ -48,7 +48,7 @@ class Packet(NamedTuple):
 
 
 class PacketSocket:
-    """See the module's docstring. Used on one loop only, and by one sender at a time."""
+    """Whole datagrams in order. Used on one loop, by one sender at a time."""
 
     def __init__(self, sock: socket.socket, home: HomeLoop) -> None:
         sock.setblocking(False)
@@ -82,7 +82,7 @@ class PacketSocket:
             return Packet(size, descriptor, bool(flags & _IS_CUT), bool(flags & _LACKS_DESCRIPTOR))
 
     def post(self, parts: Parts) -> None:
-        """Send a datagram now, or as soon as there is room: behind those posted before. Never waits."""
+        """Send a datagram as soon as there is room. Never waits."""
         if self._closed:
             return
         try:
@@ -98,10 +98,7 @@ class PacketSocket:
         return not self._posted and self._push(parts, descriptor)
 
     async def send(self, parts: Parts, descriptor: int | None = None) -> None:
-        """Send a datagram, and ``descriptor`` along with it; waits for room. Cancelled, it has sent nothing.
-
-        Raises an OSError if the peer's end is closed, or this one.
-        """
+        """Send a datagram once there is room; an OSError if an end is closed."""
         while not self.push(parts, descriptor):
             self._room = self._loop.create_future()
             self._await_room()

@@ -27,7 +27,7 @@ IDLE_S = 10.0
 
 
 class SlotPool:
-    """See the module's docstring. Used on one loop only."""
+    """The slots of one channel to one peer. Used on one loop only."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SlotPool:
         self._made = 0
 
     def acquire(self, num_bytes: int) -> Slot:
-        """A slot with room for ``num_bytes``, marked as lent; an OSError if there is no memory for a new one."""
+        """A slot with room for ``num_bytes``, lent; an OSError without memory."""
         size = size_class(num_bytes)
         slots = self._by_size.setdefault(size, deque())
         # In the order of their last use. Receivers give slots back in about that order.
@@ -95,7 +95,7 @@ class SlotPool:
 
 
 def drop_surplus(pools: list[SlotPool], unused_since_s: float = math.inf) -> None:
-    """Of all free slots drop those beyond `IDLE_BYTES`, unless they were lent after a time on the pools' clock."""
+    """Drop free slots beyond `IDLE_BYTES` that were not used since a time."""
     free = [(slot.used_s, index, slot) for index, pool in enumerate(pools) for slot in pool.free_slots()]
     excess = sum(slot.num_bytes for *_, slot in free) - IDLE_BYTES
     for used_s, index, slot in sorted(free, key=lambda entry: entry[0]):
@@ -124,7 +124,7 @@ class SlotLoan:
         return True
 
     def close(self) -> None:
-        """Drop the slot unless it was accepted: a device may still write to it, so no other message may use it."""
+        """Drop the slot unless it was accepted: a device may still write to it."""
         if not self._is_open:
             return
         self._is_open = False

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.transports.tensor_bytes import ALIGNMENT
+from rrfp.transports.wire.tensor_bytes import ALIGNMENT
 
 #: The state byte has a cache line of its own, so that the tensors after it are aligned.
 HEAD_BYTES = ALIGNMENT
@@ -39,7 +39,7 @@ _ERROR_NUMBER = re.compile(r"\((\d+)\)$", re.MULTILINE)
 
 
 def with_limit(error: OSError) -> str:
-    """The text of ``error``, and the limit that it comes from, if it comes from one."""
+    """The text of ``error``, with the limit behind it."""
     limit = {
         errno.EMFILE: f"RLIMIT_NOFILE is {_soft_limit(resource.RLIMIT_NOFILE)}; ulimit -n",
         errno.ENFILE: "all processes of this system together have as many files open as /proc/sys/fs/file-max allows",
@@ -56,7 +56,7 @@ def _soft_limit(which: int) -> str:
 
 
 def obstacle_of_limits(num_bytes: int) -> str:
-    """Why no message of ``num_bytes`` could have a slot here, whatever memory is free; empty if it could."""
+    """Why no message of ``num_bytes`` could have a slot; empty if it could."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY or limit >= HEAD_BYTES + size_class(num_bytes):
         return ""
@@ -64,7 +64,7 @@ def obstacle_of_limits(num_bytes: int) -> str:
 
 
 def size_class(num_bytes: int) -> int:
-    """``num_bytes``, rounded up so that ragged messages share slots: eight sizes an octave, 12.5% more at most."""
+    """``num_bytes`` rounded up, by 12.5% at most, so that ragged messages share slots."""
     step = max(_PAGE, 1 << max(0, num_bytes.bit_length() - 4))
     return -(-num_bytes // step) * step
 
@@ -75,24 +75,20 @@ def padded(num_bytes: int) -> int:
 
 
 class Slot:
-    """One slot, as one of its two processes maps it.
-
-    Attributes:
-        ident: its number, unique among the slots of its sender, peer and channel.
-        num_bytes: room for tensors.
-        descriptor: of the memfd, until the receiver has it; None afterwards, and at the receiver. Closed at the latest
-            with this object: a copy under way may outlive the connection.
-        used_s: when it was lent last, on the loop's clock; kept by the sender.
-        memory: all of it, as a device pins it.
-        registration: keeps it pinned.
-    """
+    """One slot, as one of its two processes maps it."""
 
     def __init__(self, ident: int, num_bytes: int, descriptor: int | None, memory: Tensor) -> None:
+        #: Unique among the slots of its sender, peer and channel.
         self.ident = ident
+        #: Room for tensors.
         self.num_bytes = num_bytes
+        #: Of the memfd, until the receiver has it.
         self.descriptor = descriptor
+        # Closed at the latest with this object: a copy under way may outlive the connection.
         self._closing = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
+        #: When it was lent last, on the sender's loop.
         self.used_s = 0.0
+        #: All of it, as a device pins it while anything refers to `registration`.
         self.memory = memory
         self.registration: object = None
         whole: Any = memory.numpy()
@@ -102,7 +98,7 @@ class Slot:
 
     @classmethod
     def make(cls, ident: int, num_bytes: int) -> Slot:
-        """A new slot, lent already; its memory is not reserved yet. An OSError names the limit that was met."""
+        """A new slot, lent already; an OSError names the limit that was met."""
         descriptor = os.memfd_create(f"rrfp-{ident}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, HEAD_BYTES + num_bytes)
@@ -117,7 +113,7 @@ class Slot:
 
     @classmethod
     def open(cls, ident: int, num_bytes: int, descriptor: int) -> Slot:
-        """Map the slot that a peer made; a ValueError says what is wrong with it. The descriptor stays the caller's."""
+        """Map the slot of a peer's ``descriptor``; a ValueError if it is none."""
         size = os.fstat(descriptor).st_size
         if size != HEAD_BYTES + num_bytes:
             raise ValueError(f"has {size} bytes, must have {HEAD_BYTES + num_bytes}")
@@ -130,7 +126,7 @@ class Slot:
         return cls(ident, num_bytes, None, _map(descriptor, size))
 
     def reserve(self) -> None:
-        """Have the kernel reserve all memory now: an OSError here instead of a SIGBUS at some later write."""
+        """Have the kernel reserve all memory: an OSError now, no SIGBUS later."""
         assert self.descriptor is not None
         os.posix_fallocate(self.descriptor, 0, HEAD_BYTES + self.num_bytes)
 
@@ -163,7 +159,7 @@ class Slot:
         return _cut(memoryview(self._array), sizes)
 
     def borrow(self, sizes: Sequence[int]) -> list[memoryview]:
-        """The same for a receiver: the slot is free again when nothing refers to any of this memory."""
+        """The same for a receiver; free again when nothing refers to the memory."""
         # A new array object, whose end is the end of all views of it. When the process ends, its slots end too.
         whole = self._array.view()
         self._borrower = weakref.ref(whole)

@@ -1,10 +1,7 @@
 """Ranks in processes of one host: headers over Unix sockets, tensors in shared memory.
 
 Of two ranks, the higher one connects three sockets to the lower one, one for each channel; each carries its channel
-both ways. There are no threads for input and output: the loop reads and writes. This file joins the parts: `endpoint`
-and `strangers` (finding each other), `link` (the state of a connection), `packets` (a socket), `outlet` and `inlet`
-(the two directions of a channel), `slots` and `slot_pool` (shared memory), `liveness` (processes that ended or were
-stopped).
+both ways. There are no threads for input and output: the loop reads and writes.
 
 Memory: tensors that arrived and were not received yet are bounded by the peers' windows, ``queue_bytes`` a channel.
 Those that were received belong to the receiver. Beyond the most that was in use at once, free slots have `IDLE_BYTES`
@@ -24,29 +21,29 @@ from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
+from rrfp.plain import shown
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.flow import HomeLoop
-from rrfp.transports.header_checks import HeaderChecks, shown
-from rrfp.transports.linked import LinkedTransport
+from rrfp.transports.links.flow import HomeLoop
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.shm.copier import Copier
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, unpack
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.inlet import HELLO
 from rrfp.transports.shm.link import ShmLink
 from rrfp.transports.shm.liveness import PeerLiveness
 from rrfp.transports.shm.packets import PacketSocket
-from rrfp.transports.shm.shared import TransportState
 from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surplus
 from rrfp.transports.shm.slots import with_limit
-from rrfp.transports.wire import Codec, Sealed
+from rrfp.transports.shm.state import Copier, TransportState
+from rrfp.transports.wire.codec import Codec, Sealed
+from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: Takes a greeted connection: rank, channel, socket and process. Raises a FrameError if that channel has one already.
 OnGreeted = Callable[[int, Channel, PacketSocket, int], None]
 
 
 class PendingConnections:
-    """Reads the greeting of each accepted connection; closes one that greets wrongly, and reports it."""
+    """Reads the greetings of accepted connections; closes those that greet wrongly."""
 
     def __init__(
         self,
@@ -101,14 +98,7 @@ _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS
 
 
 class ShmTransport(LinkedTransport[ShmLink]):
-    """Between processes of one user on one Linux host: tensors in shared memory, received without a copy.
-
-    The processes must share the network and pid namespace, as those of one container do.
-
-    Args:
-        context: this rank, its peers and the limits. ``heartbeat_s`` is the time between two looks at the peers'
-            processes, ``patience_s`` how long one of them may be stopped.
-    """
+    """Between processes of one user on one Linux host, in common network and pid namespaces."""
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)

@@ -12,11 +12,11 @@ from functools import partial
 
 from rrfp import timeouts
 from rrfp.errors import TransportError
-from rrfp.host import boot_id, namespace
+from rrfp.host import boot_id, namespace, pidfd
 from rrfp.log import get_logger
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES
-from rrfp.transports.flow import HomeLoop
-from rrfp.transports.rate_limited_log import RateLimitedLog
+from rrfp.transports.links.flow import HomeLoop
+from rrfp.transports.links.rate_limited_log import RateLimitedLog
 from rrfp.transports.shm.datagrams import BUFFER_BYTES
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.packets import PacketSocket
@@ -30,20 +30,16 @@ _DONE = b"done"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What two processes must have in common to share memory.
+    """What two processes must have in common to share memory."""
 
-    Attributes:
-        boot: this start of this machine.
-        user: the effective user's number.
-        namespaces: of users, networks and processes.
-        obstacle: why shared memory does not work here at all; empty if it does.
-    """
-
+    #: This start of this machine.
     boot: str
+    #: The effective user's number.
     user: str
     user_namespace: str
     network_namespace: str
     pid_namespace: str
+    #: Why shared memory does not work here at all; empty if it does.
     obstacle: str = ""
 
     def to_plain(self) -> dict[str, str]:
@@ -77,14 +73,14 @@ def _obstacle(max_message_bytes: int) -> str:
         slot = Slot.make(_SLOT, _ROOM)
         slot.reserve()
         slot.close_descriptor()
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(pidfd(os.getpid()))
     except OSError as error:
         return f"the system refuses what shared memory needs (memfd, pidfd): {with_limit(error)}"
     return ""
 
 
 def obstacle_between(own: Host, other: Host) -> str:
-    """Why two processes cannot share memory, as far as they know without a trial; empty if they can."""
+    """Why two processes cannot share memory, before a trial; empty if they may."""
     if own.obstacle or other.obstacle:
         return own.obstacle or other.obstacle
     differing = {
@@ -106,7 +102,7 @@ _log = get_logger(__name__)
 
 
 class TrialAnswers:
-    """Answers the trials of peers: reverses the token in each slot that arrives. Used on one loop only."""
+    """Reverses the token in each slot that arrives. Used on one loop only."""
 
     def __init__(self, rank: int, home: HomeLoop) -> None:
         self._home = home
@@ -146,7 +142,7 @@ class TrialAnswers:
 
 
 async def try_slot(address: str, home: HomeLoop, timeout_s: float) -> str:
-    """Pass a slot to the rank that answers at ``address``, and look whether it reads and writes it."""
+    """Pass a slot to the rank at ``address``; why it failed, if it did."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _try_slot(address, home)

@@ -32,10 +32,7 @@ _HAS_ABSTRACT_ADDRESSES = sys.platform == "linux"
 
 
 async def choose_address(context: TransportContext, address: str | None) -> str:
-    """The address to bind, ``ipc`` or the IP address of an interface, for `ZmqTransport`'s ``address``.
-
-    An IP address raises a ConfigError where there is neither a secret nor ``allow_insecure``.
-    """
+    """The address to bind: ``ipc``, or the IP address of an interface where that is permitted."""
     if address == IPC or (address is None and context.single_host):
         return IPC
     chosen = await in_thread(interface_towards_master if address is None else partial(_resolve, address))

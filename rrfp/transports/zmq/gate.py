@@ -34,7 +34,7 @@ class _Request(NamedTuple):
 
 
 class Gate:
-    """Used on one loop only. Create it before a listener binds: without a handler libzmq accepts every connection."""
+    """libzmq's authentication handler. Create it before a listener binds."""
 
     def __init__(self, sockets: zmq.Context[zmq.Socket[bytes]], on_rejected: Callable[[str], None]) -> None:
         self._on_rejected = on_rejected
@@ -60,7 +60,7 @@ class Gate:
         self._passwords[str(rank).encode()] = (rank, password)
 
     def close_list(self) -> None:
-        """All peers' keys are admitted. Until now a connection with an unknown one waits: it may be a peer's."""
+        """All peers' keys are admitted; unknown ones are refused from now on."""
         self._knows_all = True
         self._answer_waiting()
 
@@ -108,13 +108,13 @@ class Gate:
 
 
 def guard(listener: zmq.Socket[bytes]) -> None:
-    """Have libzmq ask the context's gate about every connection to ``listener``, and refuse it if there is none."""
+    """Have libzmq ask the gate about every connection to ``listener``."""
     listener.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def authenticated_rank(frame: zmq.Frame) -> int | None:
-    """The rank whose connection brought a frame to a guarded listener; None if no gate let it in."""
+    """The rank whose connection brought a frame; None if no gate let it in."""
     try:
         return int(frame.get("User-Id"))
     except (zmq.ZMQError, ValueError):

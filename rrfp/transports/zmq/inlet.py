@@ -22,9 +22,9 @@ import zmq
 
 from rrfp.errors import FrameError
 from rrfp.transports.base import Channel, Message, TransportContext
-from rrfp.transports.header_checks import MAX_ITEMS
-from rrfp.transports.pool import BufferPool
-from rrfp.transports.wire import MAX_HEADER_BYTES, Codec, Sealed
+from rrfp.transports.links.pool import BufferPool
+from rrfp.transports.wire.codec import MAX_HEADER_BYTES, Codec, Sealed
+from rrfp.transports.wire.header_checks import MAX_ITEMS
 from rrfp.transports.zmq.endpoint import bind, unbind
 from rrfp.transports.zmq.gate import authenticated_rank
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, Assembly
@@ -97,10 +97,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 class ZmqInlet:
-    """See the module's docstring. Used on one loop only; calls ``receiver`` with messages, frames and ends.
-
-    ``security`` protects a listener on tcp, which brings the ``channels`` of all peers.
-    """
+    """Reads all peers' connections. Used on one loop only."""
 
     def __init__(
         self,
@@ -179,7 +176,7 @@ class ZmqInlet:
                     self._ended.append(route)
 
     def _drain(self) -> None:
-        """Read until the socket is empty, or a batch is full; then continue in the loop's next turn."""
+        """Read until the socket is empty or a batch is full."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -235,7 +232,7 @@ class ZmqInlet:
         return num_bytes
 
     def _refuse(self, rank: int | None, identity: bytes) -> None:
-        """Drop a frame that came under the identity of another rank's connection, or of none."""
+        """Drop a frame under another connection's identity."""
         if rank is None:
             self._receiver.on_rejected(f"dropped a frame of an unauthenticated sender, {identity!r:.80}")
         else:

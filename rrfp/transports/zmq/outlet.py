@@ -15,8 +15,8 @@ import zmq
 
 from rrfp.errors import RrfpError
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.flow import HomeLoop, Window, cost_of
-from rrfp.transports.wire import Codec
+from rrfp.transports.links.flow import HomeLoop, Window, cost_of
+from rrfp.transports.wire.codec import Codec
 from rrfp.transports.zmq.pieces import INLINE_BYTES, PIECE_BYTES, Piece, split_inline
 
 #: zmq messages that libzmq holds before a sender waits: 8 MiB of large pieces.
@@ -46,7 +46,7 @@ class _Stream:
         return self._start is None and self._piece is None
 
     def push(self, socket: zmq.Socket[bytes]) -> int:
-        """Pass the next part to libzmq; returns its bytes. zmq.Again means that libzmq's queue is full."""
+        """Pass the next part to libzmq; zmq.Again if its queue is full."""
         if self._start is not None:
             send_parts(socket, self._start)
             self._start = None
@@ -68,7 +68,7 @@ class _Stream:
 
 
 class ZmqOutlet:
-    """One channel to one peer, over a connected DEALER that it owns. Used on one loop only."""
+    """One channel to one peer, over its own DEALER. Used on one loop only."""
 
     def __init__(self, socket: zmq.Socket[bytes], codec: Codec, window: Window, home: HomeLoop) -> None:
         self.window = window
@@ -83,10 +83,7 @@ class ZmqOutlet:
         self._tail: asyncio.Task[None] | None = None
 
     async def send(self, message: Message, num_bytes: int) -> None:
-        """Send a whole message, whose tensors have ``num_bytes``; see the module's docstring for cancellation.
-
-        Raises the error passed to `fail`, and a ConfigError for a message that cannot be sent.
-        """
+        """See `OutletContract.send`. Cancelled when it has begun, it sends the rest."""
         cost = cost_of(num_bytes)
         self._codec.check_size(num_bytes)
         await self._turn.acquire()
@@ -112,7 +109,7 @@ class ZmqOutlet:
                 self._turn.release()
 
     def send_at_once(self, message: Message, num_bytes: int) -> bool:
-        """Send a message that is one zmq message, if libzmq takes it now; see `SendsAtOnce`."""
+        """See `OutletContract.send_at_once`: if one zmq message is enough."""
         cost = cost_of(num_bytes)
         if self._turn.locked() or self._error is not None or num_bytes > INLINE_BYTES:
             return False
@@ -170,17 +167,17 @@ class ZmqOutlet:
             self._blocked.set_result(None)
 
     def post(self, header: bytes) -> None:
-        """Send a frame of the link itself, now. For the control channel only, whose socket never blocks."""
+        """Send a frame of the link now: on control, which never blocks."""
         if self._error is None:
             send_parts(self._socket, [header, b""])
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link itself behind all accepted messages, or raise the error passed to `fail`."""
+        """Send a frame of the link behind all accepted messages."""
         async with self._turn:
             await self._run(_Stream(header, []))
 
     def fail(self, error: RrfpError) -> None:
-        """Free the socket at once; waiting and later sends raise ``error``. May be called twice."""
+        """Free the socket; sends raise ``error``. May be called twice."""
         self.window.fail(error)
         if self._error is not None:
             return
@@ -197,7 +194,7 @@ class ZmqOutlet:
 
 
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Send one multi-part message, whole or not at all: zmq.Again means that libzmq's queue is full."""
+    """Send one multi-part message; zmq.Again if libzmq's queue is full."""
     # Not send_multipart: its checks take longer than sending a small message.
     for part in parts[:-1]:
         socket.send(part, _FLAGS_MORE)

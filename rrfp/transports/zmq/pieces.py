@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rrfp.errors import FrameError
-from rrfp.transports.announcements import Announcement
 from rrfp.transports.base import Message
-from rrfp.transports.pool import BufferPool
-from rrfp.transports.tensor_bytes import copy_bytes
+from rrfp.transports.links.pool import BufferPool
+from rrfp.transports.wire.announcements import Announcement
+from rrfp.transports.wire.tensor_bytes import copy_bytes
 
 PIECE_BYTES = 1 << 20
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 def cut(sizes: Sequence[int]) -> Iterator[Piece]:
-    """All pieces of frames of these sizes, in sending order; an empty frame has none."""
+    """All pieces of frames of these sizes, in sending order."""
     for index, size in enumerate(sizes):
         for start in range(0, size, PIECE_BYTES):
             yield Piece(index, start, min(start + PIECE_BYTES, size))
@@ -106,7 +106,7 @@ class Assembly:
         return self._next is None
 
     def add(self, part: memoryview) -> None:
-        """Copy the next piece to its place; a FrameError if its length is not the announced one."""
+        """Copy the next piece to its place; a FrameError for a wrong length."""
         piece = self._next
         if piece is None or part.nbytes != piece.num_bytes:
             wanted = 0 if piece is None else piece.num_bytes

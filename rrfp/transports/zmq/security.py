@@ -40,7 +40,7 @@ DATA_CHANNELS: tuple[Channel, ...] = (Channel.FORWARD, Channel.BACKWARD)
 
 
 class Published(NamedTuple):
-    """What a rank publishes, as text with blanks between the fields; those at the end that are empty are left out."""
+    """What a rank publishes, as text with blanks between the fields."""
 
     #: Of all channels, or of control alone.
     endpoint: str

@@ -48,7 +48,7 @@ def arguments_that_do_not_fit_are_refused_together() -> None:
         return PipelineStage(nn.Linear(2, 2), v, count, CPU)
 
     for arguments, options, expected in (
-        ((stage(), 0, loss_fn), {"init_timeout": 0}, "n_microbatches is 0, must be .*; init_timeout is 0, must be"),
+        ((stage(), 0, loss_fn), {"init_timeout": 0}, "n_microbatches is 0, must be .*\n- init_timeout is 0, must be"),
         (([], 2, loss_fn), {}, "stages is empty"),
         ((nn.Linear(2, 2), 2, loss_fn), {}, r"stages\[0\] is a Linear, must be a PipelineStage"),
         (([stage(), stage()], 2, loss_fn), {}, "must have each once"),
@@ -57,7 +57,7 @@ def arguments_that_do_not_fit_are_refused_together() -> None:
         ((stage(), 2, loss_fn), {"limit": rrfp.Limit(bytes=100)}, "limit: bytes is 100, must be None"),
         ((stage(), 2, loss_fn), {"limit": "8kB"}, "limit: bytes is 8000, must be None"),
         ((stage(), 2, loss_fn), {"coordinate": ("tp",)}, "coordinate goes with mesh"),
-        ((stage(), 2, loss_fn), {"hnit": "bf"}, r"unknown option 'hnit' \(did you mean 'hint'\?\), must be"),
+        ((stage(), 2, loss_fn), {"hnit": "bf"}, r"unknown option 'hnit' \(did you mean 'hint'\?\): docs"),
         ((stage(), 2, loss_fn), {"split": 1}, "split is 1, must be True or False"),
         ((stage(), 2, loss_fn), {"strict": "zb-h1"}, "split is False, must be True for the schedule 'zb-h1'"),
     ):

@@ -17,7 +17,7 @@ from rrfp.lab.faults.faults import AnyId, Death, Fault, MessageId
 from rrfp.lab.faults.network import FaultyNetwork, Parcel
 from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
-from rrfp.transports.flow import Window
+from rrfp.transports.links.flow import Window
 
 
 class Links:

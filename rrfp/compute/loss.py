@@ -1,0 +1,148 @@
+"""The losses of a rank's virtual stages, and the loss of a step from those of its microbatches.
+
+A loss with parameters is differentiated together with the module of its virtual stage. All code that needs a virtual
+stage's parameters, buffers or submodules must see both, and gets them from here.
+
+A step differentiates ``sum(w_i * loss_i) / sum(w_i)`` for ``"mean"`` and ``sum(w_i * loss_i)`` for ``"sum"``. No loss
+is known when the first backward starts, so the factor of each microbatch's loss depends on the weights alone.
+
+A microbatch of weight 0, such as one without tokens, does not enter these sums, whatever its loss is: a mean over
+nothing is nan, and so is 0 * nan. It is not differentiated either (see `TorchStage` for the exception).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, overload
+
+from torch import Tensor, nn
+
+from rrfp.errors import ConfigError
+from rrfp.model.graph import TaskGraph
+from rrfp.plain import number
+
+#: The prefix of the names of the loss's parameters and buffers.
+LOSS = "loss_fn"
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class WithLoss(nn.Module):
+    """The module of the last virtual stage and the loss as one module; it cannot be called."""
+
+    # The names of the module's parts do not change. The loss's parts follow with the prefix ``loss_fn``, and a further
+    # underscore if the module uses that name. A part of both occurs once, with the module.
+
+    def __init__(self, module: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+        self._prefix = LOSS
+        while hasattr(module, self._prefix):
+            self._prefix += "_"
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The submodules of the module, then those of the loss."""
+        # torch derives parameters(), buffers(), modules() and their named_ twins from this method.
+        memo = set() if memo is None else memo
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.loss.named_modules(memo, ".".join(filter(None, (prefix, self._prefix))), remove_duplicate)
+
+
+def losses_by_stage(
+    loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: TaskGraph
+) -> Mapping[int, LossFunction]:
+    """The loss of each virtual stage that computes one."""
+    if loss_fn is None or isinstance(loss_fn, Mapping):
+        return loss_fn or {}
+    return {v: loss_fn for v, readers in enumerate(graph.successors) if not readers}
+
+
+def with_loss(modules: Mapping[int, nn.Module], losses: Mapping[int, LossFunction]) -> dict[int, nn.Module]:
+    """The modules that virtual stages differentiate: with losses that are modules."""
+    return {
+        v: WithLoss(module, loss) if isinstance(loss := losses.get(v), nn.Module) else module
+        for v, module in modules.items()
+    }
+
+
+def class_name(module: nn.Module) -> str:
+    """The class of a virtual stage's module, for messages."""
+    return type(module.module if isinstance(module, WithLoss) else module).__name__
+
+
+Reduction = Literal["mean", "sum"]
+
+
+def gradient_weights(
+    weights: Sequence[float] | None, microbatches: int, reduction: str = "mean", grad_scale: float = 1.0
+) -> tuple[float, ...]:
+    """The factor on each microbatch's loss in backward, ``grad_scale`` included."""
+    normaliser = _normaliser(checked := _checked(weights, microbatches), reduction)
+    number("grad_scale", grad_scale)
+    return tuple(weight / normaliser * grad_scale for weight in checked)
+
+
+class SharedGradientWeights(Sequence[float]):
+    """`gradient_weights` of one of several replicas: known once the sum of all replicas' weights is."""
+
+    def __init__(
+        self, weights: Sequence[float] | None, microbatches: int, reduction: str = "mean", grad_scale: float = 1.0
+    ) -> None:
+        self._weights = _checked(weights, microbatches)
+        self._reduction = reduction
+        self._grad_scale = grad_scale
+        self._factors: tuple[float, ...] | None = None
+
+    def normalise(self, total: float) -> None:
+        """The weights of all replicas sum to ``total``; a sum of 0 is a ConfigError where a mean is asked for."""
+        normaliser = _normaliser((total,), self._reduction)
+        self._factors = tuple(weight / normaliser * self._grad_scale for weight in self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        assert self._factors is not None, "the weights of the other replicas are not known yet"
+        return self._factors[index]
+
+
+def combine_losses(losses: Sequence[float], weights: Sequence[float] | None = None, reduction: str = "mean") -> float:
+    """The loss of the step, over microbatches whose weight is not 0."""
+    checked = _checked(weights, len(losses))
+    normaliser = _normaliser(checked, reduction)
+    return sum(weight * loss for weight, loss in zip(checked, losses, strict=True) if weight) / normaliser
+
+
+def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float, ...]:
+    if microbatches < 1:
+        raise ConfigError(f"microbatches is {microbatches}, must be at least 1")
+    if weights is None:
+        return (1.0,) * microbatches
+    if len(weights) != microbatches:
+        raise ConfigError(f"weights has length {len(weights)}, must have {microbatches}, one for each microbatch")
+    return tuple(_weight(m, weight) for m, weight in enumerate(weights))
+
+
+def _weight(microbatch: int, value: Any) -> float:
+    return number(f"weights[{microbatch}]", value, 0)  # token counts are often numbers of numpy, or tensors
+
+
+def _normaliser(weights: tuple[float, ...], reduction: str) -> float:
+    if reduction not in get_args(Reduction):
+        raise ConfigError(f"reduction is {reduction!r}, must be one of: {', '.join(get_args(Reduction))}")
+    if reduction == "sum":
+        return 1.0
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        raise ConfigError(f"weights sum to {total}, must be positive and finite for reduction 'mean'")
+    return total

@@ -1,0 +1,1 @@
+"""Tensors beside a base transport, which announces them, or through it by way of host memory."""

@@ -1,0 +1,1 @@
+"""Messages as bytes: checked headers, and tensors as plain bytes."""
