@@ -103,7 +103,7 @@ def load(
         return None
     text = f"checkpoint {chosen} cannot be read"
     with _unreadable(chosen), ranks.together(text):
-        contents = _open(chosen, trust_pickles, ranks.rank)
+        contents = open_checkpoint(chosen, trust_pickles=trust_pickles, rank=ranks.rank)
         saved: Saved = contents.metadata.state_dict_metadata
         position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
     places, saved_by = [Place(*each) for each in ranks.gather(position)], saved_places(saved)
@@ -152,7 +152,8 @@ def _unreadable(chosen: Path) -> Iterator[None]:
         raise RrfpError(f"{error}; pass path={str(before)!r}, or delete this one, to go on from there") from error
 
 
-def _open(path: Path, trust_pickles: bool, rank: int) -> Contents:
+def open_checkpoint(path: Path, *, trust_pickles: bool, rank: int) -> Contents:
+    """The contents of a complete checkpoint."""
     if not (path / METADATA).is_file():
         raise ConfigError(f"path is {str(path)!r}, must be the folder of a complete checkpoint: it has no {METADATA}")
     contents = Contents.of(path, trust_pickles=trust_pickles)

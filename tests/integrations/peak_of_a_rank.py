@@ -1,12 +1,15 @@
-"""Loads one of four stages from a folder; prints the bytes of the stage, and by how much the resident memory peaked.
+"""Prints by how much the resident memory peaked, and the bytes of the entries: of a stage that is loaded from a folder,
+one of four, or of a whole model that is written from a checkpoint.
 
-A tiny model is loaded before, so that code and tables of libraries, which no model's size changes, do not count."""
+A tiny model goes first, so that code and tables of libraries, which no model's size changes, do not count.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rrfp
+from rrfp import checkpoint
+from rrfp.integrations.splitting.stages import Split
 
 _STATUS = Path("/proc/self/status")
 
@@ -24,23 +29,32 @@ def resident(field: str) -> int:
     return 1024 * int(match[1])
 
 
-def stage_of(folder: str, index: int) -> Any:
-    """One of four, of a model on the meta device, loaded."""
+def stages_of(folder: str, count: int) -> Split:
+    """Of a model on the meta device."""
     configuration = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(configuration)
-    stage = rrfp.split(skeleton, 4)[index]
+        return rrfp.split(AutoModelForCausalLM.from_config(configuration), count)
+
+
+def loaded(folder: str, index: int) -> Any:
+    stage = stages_of(folder, 4)[index]
     stage.load_pretrained(folder)
     return stage
 
 
+def written(folder: str) -> Any:
+    stages = stages_of(folder, 1)
+    checkpoint.save_pretrained(f"{folder}/new", stages, checkpoint=f"{folder}/runs", max_shard_size="20MB")
+    return stages[0]
+
+
 def main() -> None:
-    tiny, folder, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    stage_of(tiny, index)
+    tiny, folder, task = sys.argv[1:]
+    run = partial(loaded, index=int(task)) if task.isdecimal() else written
+    run(tiny)
     Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts
     before = resident("VmRSS")
-    stage = stage_of(folder, index)
-    part = sum(each.nbytes for each in stage.state_dict().values())
+    part = sum(each.nbytes for each in run(folder).state_dict().values())
     print(json.dumps({"part": part, "peak": resident("VmHWM") - before}))  # noqa: T201
 
 

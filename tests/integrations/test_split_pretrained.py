@@ -223,20 +223,18 @@ def bad_folders() -> Iterator[tuple[str, Callable[[Path], object], str]]:
     two = {"lm_head.weight": torch.ones(64, 32, dtype=torch.float64)}
     yield "tied", changed(lambda entries: entries.update(two)), "has two values of 'model.embed_tokens.weight' and"
     yield "cut off", lambda folder: (folder / "model.safetensors").write_bytes(b"1234567890"), "must be a complete"
-    index = "model.safetensors.index.json"
-    outside = json.dumps({"weight_map": {name: "../model.safetensors"}})
-    yield "outside", lambda folder: (folder / index).write_text(outside), "names a file outside of its folder"
-    yield (
-        "no index",
-        lambda folder: (folder / index).write_text("[]"),
-        "cannot be read, must have a weight_map",
-    )
-    wrong = json.dumps({"weight_map": dict.fromkeys(skeleton("llama").state_dict(), "model.safetensors")})
-    yield (
-        "wrong index",
-        lambda folder: (folder / index).write_text(wrong),
-        "lacks 'lm_head.weight', must have it",
-    )
+
+    def indexed(text: str) -> Callable[[Path], object]:
+        def spoil(folder: Path) -> None:
+            (folder / "model.safetensors").rename(folder / "weights.safetensors")
+            (folder / "model.safetensors.index.json").write_text(text)
+
+        return spoil
+
+    yield "outside", indexed(json.dumps({"weight_map": {name: "../weights"}})), "names a file outside of its folder"
+    yield "no index", indexed("[]"), "cannot be read, must have a weight_map"
+    wrong = json.dumps({"weight_map": dict.fromkeys(skeleton("llama").state_dict(), "weights.safetensors")})
+    yield "wrong index", indexed(wrong), "lacks 'lm_head.weight', must have it"
 
 
 @pytest.mark.parametrize("case", range(9))
@@ -256,7 +254,8 @@ def test_a_folder_that_is_no_path_is_refused(folder: Any) -> None:
         rrfp.split([nn.Linear(1, 1)], 1).load_pretrained(folder)
 
 
-@pytest.mark.parametrize("index", [0, long(1), long(2), long(3)])
+@pytest.mark.long
+@pytest.mark.parametrize("index", range(4))
 def test_a_rank_holds_its_part_and_a_skeleton(index: int, tmp_path: Path) -> None:
     """At its peak, measured as the resident memory of the process, no more than 1.3 times its part."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 8192}

@@ -1,13 +1,15 @@
 """A folder as the Hub has it: safetensors files, several of them with an index. Nothing in it is unpickled.
 
-Files are read here and not by the library ``safetensors``, which maps a file into memory, where its pages count as the
-process's own, or reads an entry into memory of its own: a rank would hold its largest tensor twice.
+Files are read and written here and not by the library ``safetensors``. It maps a file into memory, where its pages
+count as the process's own, or reads an entry into memory of its own: a rank would hold its largest tensor twice. To
+write, it copies all entries of a file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rrfp.atomic_files import write_atomically
 from rrfp.errors import ConfigError
 from rrfp.plain import path_of
 
@@ -37,6 +40,10 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: Of files with weights; transformers reads one that an earlier save has left.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 #: The format allows no longer header.
 _HEADER_BYTES = 100 << 20
@@ -95,10 +102,10 @@ class HubFolder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = path_of("folder", folder)
         self._files: dict[str, dict[str, Entry]] = {}
-        if (self.path / INDEX).is_file():
-            self._file_of = _weight_map(self.path / INDEX)
-        elif (self.path / SINGLE).is_file():
+        if (self.path / SINGLE).is_file():  # it goes before an index, as in transformers
             self._file_of = dict.fromkeys(self._entries(SINGLE), SINGLE)
+        elif (self.path / INDEX).is_file():
+            self._file_of = _weight_map(self.path / INDEX)
         else:
             raise ConfigError(
                 f"folder is {str(self.path)!r}, must have {SINGLE}, or {INDEX} and its files, as save_pretrained "
@@ -178,6 +185,49 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not are_beside:
         raise ConfigError(f"{path} names a file outside of its folder, must name files beside it")
     return dict(weight_map)
+
+
+def shard_name(index: int, count: int) -> str:
+    """The name of one of so many files."""
+    return SINGLE if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def write_shard(path: Path, entries: Mapping[str, Tensor]) -> int:
+    """Write one file, of which no more than one entry is copied at a time; returns the bytes of its entries."""
+    names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))  # so that each is aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = entries[name]
+        if tensor.dtype not in _NAMES:
+            raise ConfigError(f"{name!r} is of dtype {tensor.dtype}, must be one of: {', '.join(map(str, _NAMES))}")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            if entries[name].numel():
+                plain = entries[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
+                file.write(memoryview(plain.numpy()))  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    return end
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], size: int) -> None:
+    """Write which file has each entry; ``size`` is that of all entries."""
+    content = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    write_atomically(folder / INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove the files of an earlier save, the index first: no reader finds half of them."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _WEIGHTS.fullmatch(path.name):
+            path.unlink()
 
 
 def first_of(names: Sequence[str]) -> str:

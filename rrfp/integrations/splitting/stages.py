@@ -50,7 +50,7 @@ class SplitStage:
     partition: str = field(repr=False)
     #: The layers of each chunk, as the whole model numbers them.
     layers: tuple[range, ...]
-    #: The names of all entries of the model.
+    #: The entries of the whole model, and how folders of the Hub have them.
     weights: Weights = field(repr=False)
 
     def pipeline(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class Recipe:
 
 
 class Weights:
-    """What the parts of a model must know of the whole to load and save; it holds no tensor.
+    """What the parts of a model must know of the whole to load and save; it has no tensor.
 
     Here for modules whose entries a folder has under their names. Nothing is known of buffers that no folder has.
     """
@@ -61,6 +62,22 @@ class Weights:
     def recipes(self, stored: Sequence[str], part: nn.Module) -> Iterator[Recipe]:
         """Those that the entries ``stored`` of a folder allow; ``part`` is any part of the model."""
         return (Recipe.copy(name, name) for name in stored if name in self.shapes)
+
+    @property
+    def stored_names(self) -> list[str]:
+        """The entries that folders have, one name of each."""
+        return [name for name in self.shapes if self.tied(name)[0] == name]
+
+    def groups(self, names: Iterable[str], part: nn.Module) -> list[tuple[str, ...]]:
+        """The entries ``names`` of a model in their order, those together of which one entry of a folder is made."""
+        return [(name,) for name in names]
+
+    def stored(self, entries: dict[str, Tensor], part: nn.Module) -> Mapping[str, Tensor]:
+        """What a folder has for the entries of some groups, by its names."""
+        return entries
+
+    def write_configuration(self, folder: Path, part: nn.Module) -> None:
+        """Write what a folder has beside the weights."""
 
     def fill_buffers(self, part: nn.Module) -> None:
         """Compute the buffers of ``part`` that `note_empty` has noted, as far as the model tells how."""
