@@ -168,7 +168,7 @@ def test_a_failed_save_leaves_the_older_model(tmp_path: Path, monkeypatch: pytes
     before = entries(tmp_path / "trained")
     stages = rrfp.split(whole, 2)
     norm = stages[1].chunks[0].get_submodule("model.norm")
-    norm.weight = nn.Parameter(norm.weight.detach().to(torch.complex128))
+    norm.weight = nn.Parameter(norm.get_parameter("weight").detach().to(torch.complex128))
     with pytest.raises(rrfp.ConfigError, match=r"^'model.norm.weight' is of dtype torch.complex128, must be one of"):
         checkpoint.save_pretrained(tmp_path / "trained", stages, max_shard_size="20KB")
     assert entries(tmp_path / "trained").keys() == before.keys()
