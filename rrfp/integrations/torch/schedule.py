@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rrfp import CallerModes, Mode, Pipeline, PipelineAborted, StepResult
 from rrfp.errors import ConfigError, Faults, RrfpError
+from rrfp.hints import Placement
 from rrfp.integrations.torch import checks, private
 from rrfp.integrations.torch.layout import Layout
 from rrfp.integrations.torch.limits import INIT_S, STAGES, ReceiveWatch, shapes_of, within
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+#: The placements of `rrfp.Pipeline` that have a name.
+PlacementName = Literal["looped", "v"]
 
 
 class OpenPipeline:
@@ -70,12 +74,22 @@ def pipeline_of(
     device = torch.device(first.device)
     if device.type != "cpu":
         options = {"device": device, **options}
-    options = {"chunks": len(stages), "placement": layout.placement, **options}
+    options = {**_placement_of(layout, first.group_size), **options}
     if mesh is not None:
         return Pipeline(tasks, mesh=mesh, coordinate=coordinate, **options)
     group: Any = torch.distributed.group.WORLD if first.group is None else first.group
     alone = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
     return Pipeline(tasks, mesh=alone, name=f"torch-{layout.token:x}", **options)
+
+
+def _placement_of(layout: Layout, ranks: int) -> dict[str, Any]:
+    """The options that place the stages: by name where they have one, which generated schedules need."""
+    chunks = len(layout.ranks) // ranks
+    for name in get_args(PlacementName):
+        placement = Placement(ranks, max(1, chunks), name)
+        if layout.ranks == tuple(map(placement.stage_of, range(placement.num_virtual_stages))):
+            return {"chunks": chunks, "placement": name}
+    return {"placement": layout.ranks}
 
 
 def leave_unasked(pipe: Any) -> None:
@@ -106,9 +120,9 @@ class ScheduleRRFP(TorchSchedule):
     """Runs torch's pipeline stages by readiness: a rank runs any task whose inputs are here, not the next of a list.
 
     It takes the place of ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``,
-    ``ScheduleZBVZeroBubble`` and the like, over the same `PipelineStage` objects, one or several a rank, looped or in a
-    V. All ranks of the stages' group must build it, and call `step` and `eval` alike. It ends with the process, or when
-    its last reference goes; `close` ends it before.
+    ``ScheduleZBVZeroBubble`` and the like, over the same `PipelineStage` objects, one or several a rank, looped, in a
+    V or otherwise. All ranks of the stages' group must build it, and call `step` and `eval` alike. It ends with the
+    process, or when its last reference goes; `close` ends it before.
 
     If a rank fails or dies, `step` raises `rrfp.PipelineAborted` on all ranks, which names the rank, the task and the
     cause; the schedule cannot be used afterwards.
