@@ -267,7 +267,8 @@ class ScheduleRRFP(TorchSchedule):
             On the rank of the last stage the merged outputs, if wanted; else None.
 
         Raises:
-            PipelineAborted: if any rank failed.
+            PipelineAborted: if any rank failed. It is a RuntimeError too, and a ``PipeliningMetadataError`` of torch if
+                that is the cause.
             ConfigError: if there are targets or ``losses`` without a ``loss_fn``, the last stage lacks its targets,
                 or another schedule has prepared these stages for another number of microbatches since.
             RuntimeError: if a backward needs the grad mode that the caller has switched off.
@@ -292,7 +293,7 @@ class ScheduleRRFP(TorchSchedule):
         try:
             self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         except PipelineAborted as error:
-            raise error.with_traceback(None) from error.__cause__  # these frames would bury the caller's
+            raise private.ScheduleAborted.of(error) from error.__cause__
         last = self._stages[-1]
         return self.merge(last.output_chunks) if last.is_last and return_outputs else None
 
