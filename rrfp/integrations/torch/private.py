@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from rrfp.errors import PipelineAborted
+
+#: Names a region for profilers. That of ``torch.profiler`` takes several microseconds also while none runs.
+record_function: Callable[[str], AbstractContextManager[Any]]
+try:
+    from torch._C._profiler import _RecordFunctionFast as record_function
+except ImportError:
+    record_function = torch.profiler.record_function
 
 #: A stage: `PipelineStage`, or the tracer's.
 Stage = _PipelineStageBase
