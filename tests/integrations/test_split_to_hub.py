@@ -84,7 +84,8 @@ def test_a_checkpoint_is_written_with_a_skeleton_of_the_model(is_one: bool, tmp_
     assert_same(tmp_path / "trained", tmp_path / "wanted")
 
 
-@pytest.mark.parametrize("replicas", [1, long(2)])
+@pytest.mark.long
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_each_rank_writes_its_own_stage(replicas: int, tmp_path: Path) -> None:
     """What one rank refuses, all do."""
     build("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "wanted")
