@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rrfp
+from rrfp import checkpoint
 
 
 def load(name: str | None) -> tuple[Any, Any]:
@@ -46,18 +47,6 @@ def batch(encode: Any, texts: list[str], rows: int = 4) -> tuple[list[Any], list
     inputs = [dict(encode(texts[start : start + rows])) for start in range(0, len(texts), rows)]
     labels = [each["input_ids"].masked_fill(each["attention_mask"] == 0, -100) for each in inputs]
     return inputs, labels, [int((each[:, 1:] != -100).sum()) for each in labels]
-
-
-def save(model: Any, stage: Any, folder: Path) -> None:
-    """Write all stages into ``folder`` as one checkpoint, which ``from_pretrained`` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"stage{index}.pt" for index in range(stage.stages)]
-    torch.save(stage.state_dict(), files[stage.index])
-    dist.init_process_group("gloo")
-    dist.barrier()  # all files are there
-    if stage.index == 0:
-        model.save_pretrained(folder, state_dict=rrfp.merge_state_dict(map(torch.load, files)))
-    dist.destroy_process_group()
 
 
 @record
@@ -89,10 +78,12 @@ def main() -> None:
             optimizer.zero_grad()
             if topology is None or topology.rank == 0:
                 print(f"step {step}: loss {result.loss:.4f}, norm {norm:.3f}", flush=True)
-    if args.save and stage:
-        save(model, stage, args.save)
-    elif args.save:
-        model.save_pretrained(args.save)
+    if args.save:
+        if stage:
+            dist.init_process_group("gloo")
+        checkpoint.save_pretrained(args.save, stage or split)
+        if stage:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import reprlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rrfp.errors import ConfigError
@@ -93,6 +95,17 @@ def blob(field: str, value: object, length: int, *, error: MakeError = config_er
     if type(value) is not bytes or len(value) != length:
         raise error(field, f"is {shown(value)}, must be {length} bytes")
     return value
+
+
+def path_of(field: str, value: object, *, error: MakeError = config_error) -> Path:
+    """The name of a file or folder."""
+    try:
+        name = os.fsdecode(value)  # type: ignore[arg-type]
+    except TypeError:
+        name = "\0"
+    if "\0" in name:
+        raise error(field, f"is {shown(value)}, must be a path")
+    return Path(name)
 
 
 def or_none(reader: Reader, field: str, value: object, *span: object, error: MakeError = config_error) -> Any:

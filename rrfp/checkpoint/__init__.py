@@ -9,6 +9,7 @@ from __future__ import annotations
 from rrfp.checkpoint.folder import latest
 from rrfp.checkpoint.loading import Loaded, load
 from rrfp.checkpoint.names import Modules, Optimizers
+from rrfp.checkpoint.pretrained import save_pretrained
 from rrfp.checkpoint.saving import Saving, async_save, save
 
-__all__ = ["Loaded", "Modules", "Optimizers", "Saving", "async_save", "latest", "load", "save"]
+__all__ = ["Loaded", "Modules", "Optimizers", "Saving", "async_save", "latest", "load", "save", "save_pretrained"]

@@ -11,11 +11,12 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rrfp.checkpoint.ranks import Ranks
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
+from rrfp.plain import path_of
 
 logger = get_logger(__name__)
 
@@ -52,22 +53,11 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     ranks = Ranks.of_process()
     with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
-        path = checked_path(folder, "folder")
+        path = path_of("folder", folder)
         complete = [each.path for each in _checkpoints(path) if each.is_complete]
     # Rank 0's view: another rank may see the folder of a shared file system later.
     name: str | None = ranks.from_first(complete[-1].name if complete else None)
     return None if name is None else path / name
-
-
-def checked_path(value: Any, name: str) -> Path:
-    """The argument ``name`` as a path; a ConfigError if it is none."""
-    try:
-        text = os.fsdecode(value)
-    except TypeError:
-        text = "\0"
-    if "\0" in text:
-        raise ConfigError(f"{name} is {value!r:.80}, must be a path")
-    return Path(text)
 
 
 def new_path(folder: Path, step: int) -> Path:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rrfp.checkpoint.files import METADATA, Contents
-from rrfp.checkpoint.folder import checked_path, latest, note_newest, older
+from rrfp.checkpoint.folder import latest, note_newest, older
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -34,6 +34,7 @@ from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, replicas_of, save
 from rrfp.checkpoint.ranks import Ranks, failures
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
+from rrfp.plain import path_of
 
 logger = get_logger(__name__)
 
@@ -95,14 +96,14 @@ def load(
     """
     ranks = Ranks.of_process()
     with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
-        note_newest(checked_path(folder, "folder"))
-        given = None if path is None else checked_path(path, "path")
+        note_newest(path_of("folder", folder))
+        given = None if path is None else path_of("path", path)
     chosen = latest(folder) if given is None else given
     if chosen is None:
         return None
     text = f"checkpoint {chosen} cannot be read"
     with _unreadable(chosen), ranks.together(text):
-        contents = _open(chosen, trust_pickles, ranks.rank)
+        contents = open_checkpoint(chosen, trust_pickles=trust_pickles, rank=ranks.rank)
         saved: Saved = contents.metadata.state_dict_metadata
         position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
     places, saved_by = [Place(*each) for each in ranks.gather(position)], saved_places(saved)
@@ -151,7 +152,8 @@ def _unreadable(chosen: Path) -> Iterator[None]:
         raise RrfpError(f"{error}; pass path={str(before)!r}, or delete this one, to go on from there") from error
 
 
-def _open(path: Path, trust_pickles: bool, rank: int) -> Contents:
+def open_checkpoint(path: Path, *, trust_pickles: bool, rank: int) -> Contents:
+    """The contents of a complete checkpoint."""
     if not (path / METADATA).is_file():
         raise ConfigError(f"path is {str(path)!r}, must be the folder of a complete checkpoint: it has no {METADATA}")
     contents = Contents.of(path, trust_pickles=trust_pickles)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rrfp.checkpoint import plain
 from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
-from rrfp.checkpoint.folder import checked_path, discard, new_path, prune
+from rrfp.checkpoint.folder import discard, new_path, prune
 from rrfp.checkpoint.names import (
     Modules,
     Optimizers,
@@ -31,7 +31,7 @@ from rrfp.checkpoint.names import (
 from rrfp.checkpoint.rank_state import Pipe, Place, pack, replicas_of
 from rrfp.checkpoint.ranks import Ranks, failures, under_way
 from rrfp.errors import ConfigError, misspelt
-from rrfp.plain import or_none, whole
+from rrfp.plain import or_none, path_of, whole
 
 
 class SaveArguments(TypedDict, total=False):
@@ -178,7 +178,7 @@ def _prepare(
     """What this rank writes, where, with whom, and how many checkpoints stay."""
     ranks, keep = Ranks.of_process(), arguments.get("keep")
     with ranks.together(f"checkpoint in {folder} cannot be written"):
-        where = checked_path(folder, "folder")
+        where = path_of("folder", folder)
         keep = or_none(whole, "keep", keep, 1)
         _check_known(arguments)
         entries, position = _entries(modules, optimizer, arguments, ranks)

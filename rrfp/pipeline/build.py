@@ -38,6 +38,7 @@ from rrfp.errors import TransportError
 from rrfp.log import get_logger
 from rrfp.model.declared import Graph
 from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Placement
 from rrfp.model.topology import Topology
 from rrfp.pipeline.delivery import Delivery
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
@@ -71,11 +72,13 @@ def common_settings(
     """
     placement, dims, model = partition.graph.placement, _dims_text(topology), partition.model
     common: dict[str, Any] = {name: getattr(options, name) for name in common_options()}
+    if not isinstance(options.placement, str):
+        common["placement"] = str(list(options.placement))
     if "seed" in passed and passed["seed"] is None:
         common["seed"] = f"torch.initial_seed() = {options.seed}"
     return {
         "stages": placement.stages,
-        "chunks": placement.chunks if model is None else None,
+        "chunks": placement.chunks if isinstance(placement, Placement) else None,
         "graph": "" if model is None else str(model.declared),
         "mesh": dims,
         "coordinate": ", ".join(topology.mesh.coordinate) if dims else "",
@@ -98,7 +101,7 @@ def announce(
         "%d rank(s)%s, %s, %s, backward %s, transport %s, rank 0 on %s; rrfp %s, torch %s, Python %s",
         topology.world,
         f" ({dims})" if dims else "",
-        f"{graph.placement.chunks} chunk(s) each" if not graph.names else f"virtual stages {', '.join(graph.names)}",
+        _chunks_text(graph),
         method,
         "split" if any(graph.split) else "whole",
         _transport_name(options),
@@ -108,6 +111,15 @@ def announce(
         platform.python_version(),
     )
     method.warn_unless_split()
+
+
+def _chunks_text(graph: TaskGraph) -> str:
+    """Where the virtual stages are."""
+    if graph.names:
+        return f"virtual stages {', '.join(graph.names)}"
+    if isinstance(graph.placement, Placement):
+        return f"{graph.placement.chunks} chunk(s) each"
+    return f"virtual stages on stages {', '.join(map(str, graph.stage_of))}"
 
 
 def _transport_name(options: Options) -> str:

@@ -106,6 +106,12 @@ def _is_device(value: Any) -> bool:
     return value is None or isinstance(value, Device | torch.device)
 
 
+def _is_placement(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in get_args(Layout)
+    return isinstance(value, list | tuple) and bool(value) and all(type(stage) is int for stage in value)
+
+
 def _transports() -> str:
     return f"a factory or one of: {', '.join(TRANSPORTS.names())}"
 
@@ -232,8 +238,12 @@ class Options:
     """Where tasks run; by default where the parameters and buffers of the rank's modules are. It moves nothing. Ranks
     may have different devices, and several stages of a process the same one, each with a stream of its own."""
 
-    placement: Annotated[Layout, _one_of(Layout).common()] = "looped"
-    """Which virtual stages a stage holds: ``"looped"`` or ``"v"``."""
+    placement: Annotated[
+        Layout | Sequence[int],
+        Option("one of: looped, v; or a list with the stage of each virtual stage", _is_placement).common(),
+    ] = "looped"
+    """Which virtual stages a stage holds: ``"looped"`` or ``"v"``; or the stage of each virtual stage in a list, such
+    as ``[0, 0, 1, 1, 0]``, where stages may have different numbers of chunks."""
 
     chunks: Annotated[int | None, _or_none(_integer(least=1), "to count the modules")] = None
     """Model chunks (virtual stages) of a rank; torch.distributed.pipelining calls microbatches chunks. Needed only for
@@ -301,7 +311,7 @@ class OptionArguments(TypedDict, total=False):
     lane_nice: int
     lane: LaneFactory | None
     device: Device | torch.device | str | None
-    placement: Layout
+    placement: Layout | Sequence[int]
     chunks: int | None
     partition: str | None
     split: bool

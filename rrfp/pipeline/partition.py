@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.program import StageProgram
+from rrfp.compute.without_values import without_values
 from rrfp.core.ready_set import ForcedOrder, MicrobatchOrder, forced_by
 from rrfp.errors import ConfigError
 from rrfp.model.declared import Graph as PartGraph
@@ -19,6 +20,7 @@ from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.names import TextOf, named
+from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import KINDS, Kind, Mode
 from rrfp.pipeline.options import Options
 
@@ -51,10 +53,18 @@ class Partition:
         """
         if graph is not None:
             return cls._of_graph(options, stages, graph)
+        if isinstance(loss_fn := options.loss_fn, Mapping):
+            raise ConfigError("loss_fn is a dict, must be a function: without graph there are no parts")
+        if not isinstance(options.placement, str):
+            chain = _placed(options.placement, stages, options)
+            return cls(chain, options.deterministic, options.order, losses_by_stage(loss_fn, chain))
         counts = {len(chunks_of(part)) for part in parts if not isinstance(part, StageProgram)}
         numbers = " and ".join(map(str, sorted(counts)))
         if len(counts) > 1:
-            raise ConfigError(f"modules have {numbers} chunks a stage, must have the same number on all")
+            raise ConfigError(
+                f"modules have {numbers} chunks a stage, must have the same number on all, or placement must be a list "
+                "with the stage of each virtual stage"
+            )
         if (chunks := options.chunks) is not None and not counts <= {chunks}:
             raise ConfigError(
                 f"chunks is {chunks}, but modules have {numbers} a stage: must be the same, or None to count the "
@@ -62,8 +72,6 @@ class Partition:
             )
         chunks = chunks or max(counts, default=1)
         chain = TaskGraph.chain(stages, chunks=chunks, layout=options.placement, split=options.split)
-        if isinstance(loss_fn := options.loss_fn, Mapping):
-            raise ConfigError("loss_fn is a dict, must be a function: without graph there are no parts")
         return cls(chain, options.deterministic, options.order, losses_by_stage(loss_fn, chain))
 
     @classmethod
@@ -100,12 +108,11 @@ class Partition:
             return {}
         if self.model is not None:
             return _of_parts(part, self.model.parts_of(stage), stage)
-        chunks = chunks_of(part)
-        if len(chunks) != self.graph.placement.chunks:
-            raise ConfigError(
-                f"module has chunks: {len(chunks)}, must have {self.graph.placement.chunks}, as on all ranks"
-            )
-        return dict(zip(self.graph.placement.virtual_stages(stage), chunks, strict=True))
+        chunks, placement = chunks_of(part), self.graph.placement
+        if len(chunks) != placement.chunks_of(stage):
+            where = "on all ranks" if isinstance(placement, Placement) else f"placement has them on stage {stage}"
+            raise ConfigError(f"module has chunks: {len(chunks)}, must have {placement.chunks_of(stage)}, as {where}")
+        return dict(zip(placement.virtual_stages(stage), chunks, strict=True))
 
     def check_shared(self, modules: Mapping[int, nn.Module]) -> None:
         """Raise a ConfigError for a written buffer that two virtual stages of one process share, if ``deterministic``.
@@ -144,6 +151,16 @@ class Partition:
         adds = {(graph.last_kind(v, Mode.TRAIN), v) for v in range(graph.placement.num_virtual_stages)}
         forwards = {(Kind.F, v) for v, module in modules.items() if writes_buffers_in_forward(module)}
         return frozenset(adds | forwards)
+
+
+def _placed(table: Sequence[int], stages: int, options: Options) -> TaskGraph:
+    """The chain whose virtual stages ``table`` places."""
+    if options.chunks is not None:
+        raise ConfigError(f"chunks is {options.chunks}, must be None with a list as placement, which says how many")
+    placement = TablePlacement(tuple(table))
+    if placement.stages != stages:
+        raise ConfigError(f"placement is {list(table)}, must have the stages 0..{stages - 1}, as the pipeline has")
+    return TaskGraph(placement, split=(options.split,) * len(table))
 
 
 def chunks_of(part: object, name: str = "module") -> tuple[nn.Module, ...]:
@@ -225,7 +242,7 @@ def check_modules(modules: object) -> None:
 
 
 def check_initialised(modules: Mapping[int, nn.Module], text_of: TextOf) -> None:
-    """Raise a ConfigError for a parameter or buffer of a lazy module, which torch creates at the first forward."""
+    """Raise a ConfigError for a parameter or buffer without values, or of a lazy module, which has no shape yet."""
     for v, module in sorted(modules.items()):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
@@ -233,3 +250,8 @@ def check_initialised(modules: Mapping[int, nn.Module], text_of: TextOf) -> None
                     f"{name!r} of {class_name(module)} on {text_of(v)} is lazy, must have a shape: run one "
                     "forward of the module before the pipeline and the optimizer are made"
                 )
+        for name, what in without_values(module):
+            raise ConfigError(
+                f"{name!r} of {class_name(module)} on {text_of(v)} {what}, must have values: load or compute them "
+                "before the pipeline and the optimizer are made (a stage of rrfp.split: stage.load_pretrained(folder))"
+            )

@@ -75,6 +75,14 @@ def build(family: str, *, bare: bool = False, **further: Any) -> Any:
     return model
 
 
+def skeleton(family: str, **further: Any) -> Any:
+    """The model of `build` on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return _exact(AutoModelForCausalLM.from_config(config(family, **further), dtype=torch.float64))
+
+
 def _exact(model: Any) -> Any:
     """The model, which can compute in float64."""
     if model.config.model_type in ROUTED:

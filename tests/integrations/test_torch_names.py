@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from installed import ROOT
 from integrations import torch_names
-from integrations.torch_names import ATTRIBUTES, CALLS, LIST, RECEIVE_ATTRIBUTES, Call, facts
+from integrations.torch_names import ATTRIBUTES, CALLS, LIST, OPTIONAL, RECEIVE_ATTRIBUTES, Call, facts
 
 PACKAGE = ROOT / "rrfp" / "integrations" / "torch"
 PRIVATE = PACKAGE / "private.py"
@@ -60,8 +62,19 @@ def test_the_list_has_every_private_name_of_that_file() -> None:
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     inherited = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_own(node)}
     used = {*underscored(tree), *(name for name in inherited if re.match(r"_[^_]", name))} - own
-    listed = set(re.findall(r"\w+", " ".join((*CALLS, *ATTRIBUTES))))
+    listed = set(re.findall(r"\w+", " ".join((*CALLS, *ATTRIBUTES, *OPTIONAL))))
     assert used - listed == set()
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_there_is_another_way_without_an_optional_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is loaded once more, without that name."""
+    home, _, own = name.rpartition(".")
+    monkeypatch.delattr(sys.modules[home], own)
+    private = runpy.run_path(str(PRIVATE))
+    with private["record_function"]("PP:0F0"):
+        pass
+    assert private["record_function"] is torch.profiler.record_function
 
 
 def test_only_public_names_of_rrfp_are_used() -> None:

@@ -24,6 +24,7 @@ OF_PLACEMENT: Sequence[Any] = (
     placements.looped,
     placements.vee,
     placements.vee_split,
+    placements.unequally_many,
     placements.three_chunks_in_a_vee,
     placements.stages_in_any_order,
     wrappers.traced_stages,

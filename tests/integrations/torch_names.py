@@ -84,6 +84,9 @@ ATTRIBUTES = (
     "distributed/fsdp/_fully_shard/_fsdp_param.py:FSDPParam.sharded_param",
 )
 
+#: Names with another way where a torch lacks them; only the installed one is asked.
+OPTIONAL = ("torch._C._profiler._RecordFunctionFast",)
+
 #: The class that describes a received tensor: 2.13 has it beside the stages, 2.15 in a file of its own.
 RECEIVE_INFO = ("distributed/pipelining/stage.py", "distributed/pipelining/_recv_buffers.py")
 RECEIVE_ATTRIBUTES = ("buffer", "tensor_meta", "is_root_arg")

@@ -125,6 +125,7 @@ class Rank:
         chunks: stages of a rank.
         microbatches: M.
         vee: whether stages lie in a V.
+        table: instead of ``chunks`` and ``vee`` the rank of each stage.
         make: makes a module.
         loss: of a microbatch; None for none.
         group: the process group of the stages; all ranks by default.
@@ -139,6 +140,7 @@ class Rank:
         microbatches: int = 4,
         *,
         vee: bool = False,
+        table: Sequence[int] = (),
         make: Callable[[], nn.Module] = Block,
         loss: Callable[..., Tensor] | None = loss_fn,
         group: Any = None,
@@ -147,8 +149,8 @@ class Rank:
         **options: Any,
     ) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.virtual = ranks * chunks
-        self.mine = held(rank, ranks, chunks, vee)
+        self.virtual = len(table) or ranks * chunks
+        self.mine = [v for v, other in enumerate(table) if other == rank] or held(rank, ranks, chunks, vee)
         self.modules = {v: module for v, module in enumerate(blocks(self.virtual, make)) if v in self.mine}
         self.reference = Reference(blocks(self.virtual, make))
         wrapped = {v: wrap(module) for v, module in self.modules.items()}

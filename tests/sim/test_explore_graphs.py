@@ -160,6 +160,13 @@ def assert_safe(cases: Iterable[GraphCase]) -> None:
     LOG.info("%d cases, %d states", done, states)
 
 
+@pytest.mark.parametrize("options", [WHOLE, SPLIT, FORWARD], ids=str)
+def test_a_chain_whose_stages_have_unequally_many_chunks(options: Options) -> None:
+    """Torch's own example: the first rank has both ends."""
+    chain = tuple((v, v + 1) for v in range(4))
+    assert_safe(case_of(chain, (0, 0, 1, 1, 0), 2, "hybrid", options))
+
+
 @pytest.mark.parametrize("options", [WHOLE, FORWARD, *(long(options) for options in (SPLIT, *SKIPS, *FORCED))], ids=str)
 @pytest.mark.parametrize("rule", ["hybrid", long("banker")])
 def test_all_graphs_of_three_virtual_stages_with_two_microbatches(rule: str, options: Options) -> None:

@@ -241,7 +241,7 @@ def changed(trace: StepTrace, index: int, **fields: Any) -> StepTrace:
     ("trace", "message"),
     [
         (dropped(small(), 1), "F0@1 is missing: the file lacks a rank, or the rank's trace was cut"),
-        (dropped(dropped(small(), 1), 1), "virtual stages ran on stages (0 on 0), must be placed as one of: looped, v"),
+        (dropped(dropped(small(), 1), 1), "virtual stages ran on stages (0 on 0), must be on each of the 2 stages"),
         (changed(small(), 1, task=Task(Kind.F, 0, 2)), "F0@1 is missing"),
         (changed(small(), 1, task=Task(Kind.F, 10**30, 1)), "F1@0 is missing"),  # nor is a list made of so many
         (dropped(changed(small(), 1, task=Task(Kind.F, 0, 2)), 2), "virtual stage 1 is missing"),

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.layered import Layered, Sample
+from rrfp.integrations.splitting.weights import Weights
 from rrfp.log import get_logger
 
 logger = get_logger(__name__)
@@ -50,7 +52,7 @@ class AbsentModule(nn.Module):
         raise RuntimeError("this part of the model has no such module: the whole model was not cut by a rule that fits")
 
 
-class DecoderPart(nn.Module):
+class DecoderPart(NotesEmptyBuffers):
     """Some layers of a decoder, with the embedding in the first part and the head in the last.
 
     The first part is called as the model is: with ``input_ids``, or with keyword arguments. It returns the hidden
@@ -76,6 +78,11 @@ class DecoderPart(nn.Module):
     def config(self) -> Any:
         """The configuration of the model."""
         return self._model.config
+
+    @property
+    def library_model(self) -> Any:
+        """The copy of the whole model, with stand-ins for other parts."""
+        return self._model
 
     def train(self, mode: bool = True) -> DecoderPart:
         self._model.train(mode)
@@ -271,6 +278,11 @@ class LayeredDecoder(Layered):
         labels = {} if self.loss_fn is None or sample.target is None else {"labels": sample.target}
         output = self.model(**inputs, **labels, use_cache=False)
         return {name: value for name, value in output.items() if name != "loss"}, output.get("loss")
+
+    def weights(self) -> Weights:
+        from rrfp.integrations.splitting.decoder_weights import DecoderWeights
+
+        return DecoderWeights(self.model)
 
     def sample(self) -> Sample | None:
         """Two rows of 8 tokens, the second padded; always the same."""

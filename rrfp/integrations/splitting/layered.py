@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
+from rrfp.hints import Placement
+from rrfp.integrations.splitting.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class Layered(ABC):
         """The whole model's output, and its own loss if it can."""
         return sample.call(self.model), None
 
+    def weights(self) -> Weights:
+        """How the model's entries are named and stored."""
+        return Weights(self.model)
+
     @abstractmethod
     def sample(self) -> Sample | None:
         """A tiny constant batch; None where only the caller knows one."""
@@ -106,14 +112,53 @@ class LayerCosts:
         layers = [_count([layer]) for layer in layered.layers]
         return cls(_count(layered.before), layers, _count(layered.after))
 
-    def balanced(self, parts: int) -> tuple[int, ...]:
-        """The cuts whose dearest part is cheapest; of equals, the most even."""
+    def balanced(self, placement: Placement) -> tuple[int, ...]:
+        """The cuts whose dearest stage is cheapest; of equals, the most even.
+
+        With several chunks a stage it is a search from the cuts whose dearest part is cheapest: it takes the best move
+        of two cuts, or of neighbouring ones together, until none gains anything.
+        """
+        cost = self._cost()
+        cuts = self._balanced_parts(placement.num_virtual_stages, cost)
+        if placement.chunks == 1:
+            return cuts
+        stages = [placement.virtual_stages(stage) for stage in range(placement.stages)]
+
+        def rating(cuts: Sequence[int]) -> tuple[float, float, float]:
+            parts = [cost(start, stop) for start, stop in pairwise((0, *cuts, len(self.layers)))]
+            sums = [sum(parts[v] for v in own) for own in stages]
+            return max(sums), sum(each**2 for each in sums), sum(each**2 for each in parts)
+
+        ranges = [range(*ends) for ends in combinations(range(placement.num_virtual_stages), 2)]
+        moves = [[(index, step) for index in each] for each in ranges for step in (-2, -1, 1, 2)]
+        single = [(index, step) for index in range(len(cuts)) for step in (-1, 1)]
+        moves += [[*pair] for pair in combinations(single, 2)]
+
+        def neighbours() -> Iterator[tuple[int, ...]]:
+            for move in moves:
+                moved = [*cuts]
+                for index, step in move:
+                    moved[index] += step
+                if all(start < stop for start, stop in pairwise((0, *moved, len(self.layers)))):
+                    yield tuple(moved)
+
+        while (best := min(neighbours(), key=rating, default=cuts)) and rating(best) < rating(cuts):
+            cuts = best
+        return cuts
+
+    def _cost(self) -> Callable[[int, int], float]:
+        """What a part costs, by its first layer and the next part's first."""
         count, sums = len(self.layers), [0.0, *accumulate(self.layers)]
 
         def cost(start: int, stop: int) -> float:
             ends = (self.before if start == 0 else 0) + (self.after if stop == count else 0)
             return sums[stop] - sums[start] + ends
 
+        return cost
+
+    def _balanced_parts(self, parts: int, cost: Callable[[int, int], float]) -> tuple[int, ...]:
+        """The cuts whose dearest part is cheapest; of equals, the most even."""
+        count = len(self.layers)
         # By the number of layers in the parts so far: the dearest part, the sum of squares, and the cuts.
         best: dict[int, tuple[float, float, tuple[int, ...]]] = {
             stop: (cost(0, stop), cost(0, stop) ** 2, ()) for stop in range(1, count + 1)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.layered import LayerCosts, Layered, Sample, check_cuts, evaluating, measure, tensors_of
@@ -18,7 +19,7 @@ from rrfp.integrations.splitting.stages import Split
 from rrfp.plain import flag, or_none, whole
 
 
-class SequentialPart(nn.Sequential):
+class SequentialPart(NotesEmptyBuffers, nn.Sequential):
     """Some blocks of a chain, under the names of the whole."""
 
     def __init__(self, blocks: OrderedDict[str, nn.Module], *, is_last: bool) -> None:
@@ -93,10 +94,10 @@ def split(
             OLMo 2, Qwen3-MoE and others), bare or for causal language modelling; a GPT-2; an ``nn.Sequential``, or a
             list of blocks of which each is called with the output of the one before.
         stages: N, the number of pipeline stages.
-        cuts: the first layer of each virtual stage but the first; or how to balance them: ``"parameters"`` (the
-            default) evens out their numbers of parameters, ``"times"`` the measured seconds of a forward and a
-            backward. Every rank must get the same: where several ranks measure, ``torch.distributed`` must be
-            initialised, and rank 0's cuts count.
+        cuts: the first layer of each virtual stage but the first; or how to balance the stages, each with all of its
+            chunks: ``"parameters"`` (the default) evens out their numbers of parameters, ``"times"`` the measured
+            seconds of a forward and a backward. Every rank must get the same: where several ranks measure,
+            ``torch.distributed`` must be initialised, and rank 0's cuts count.
         placement: ``"looped"`` or ``"v"``, where a stage has several chunks.
         chunks: C, the parts that each stage holds; by default as many as ``cuts`` makes, otherwise 1 when looped and 2
             in a V.
@@ -125,7 +126,7 @@ def split(
     or_none(flag, "check", check)
     batch = layered.sample() if sample is None else Sample(sample)
     if cuts is None or isinstance(cuts, str):
-        chosen = _balanced(layered, virtual_stages, cuts or "parameters", batch)
+        chosen = _balanced(layered, layout, cuts or "parameters", batch)
     else:
         chosen = check_cuts(cuts, count, virtual_stages)
     parts = layered.parts(chosen)
@@ -158,9 +159,9 @@ def _layout(stages: Any, placement: Any, chunks: Any, cuts: Any) -> Placement:
     return Placement(stages, chunks, placement)
 
 
-def _balanced(layered: Layered, parts: int, by: str, sample: Sample | None) -> tuple[int, ...]:
+def _balanced(layered: Layered, layout: Placement, by: str, sample: Sample | None) -> tuple[int, ...]:
     if by == "parameters":
-        return LayerCosts.of_parameters(layered).balanced(parts)
+        return LayerCosts.of_parameters(layered).balanced(layout)
     if by != "times":
         raise ConfigError(f"cuts is {by!r}, must be 'parameters', 'times' or a list of layer numbers")
     batch = _needed(layered, sample, "cuts='times'")
@@ -170,8 +171,8 @@ def _balanced(layered: Layered, parts: int, by: str, sample: Sample | None) -> t
                 "cuts is 'times', measured anew on each rank: initialise torch.distributed, so that rank 0's are used, "
                 "or pass the cuts that one process has measured"
             )
-        return measure(layered, batch).balanced(parts)
-    message = [measure(layered, batch).balanced(parts) if dist.get_rank() == 0 else ()]
+        return measure(layered, batch).balanced(layout)
+    message = [measure(layered, batch).balanced(layout) if dist.get_rank() == 0 else ()]
     dist.broadcast_object_list(message, src=0)
     return message[0]
 

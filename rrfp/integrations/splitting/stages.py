@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.layered import Layered
+from rrfp.integrations.splitting.weights import Weights, compute_buffers, entries_of, load
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import LocalPipeline, Pipeline, local
 
@@ -39,7 +41,7 @@ class SplitStage:
     #: Its modules, shallowest first; one, unless the split has several chunks a stage.
     chunks: tuple[nn.Module, ...] = field(repr=False)
     #: Parameters of which other virtual stages have copies too, by name.
-    ties: Mapping[str, nn.Parameter] = field(repr=False)
+    ties: dict[str, nn.Parameter] = field(repr=False)
     #: Which virtual stages a stage holds: ``"looped"`` or ``"v"``.
     placement: Literal["looped", "v"]
     #: The model's own loss, ``loss_fn(output, labels)``; None if it has none.
@@ -48,6 +50,8 @@ class SplitStage:
     partition: str = field(repr=False)
     #: The layers of each chunk, as the whole model numbers them.
     layers: tuple[range, ...]
+    #: The entries of the whole model, and how folders of the Hub have them.
+    weights: Weights = field(repr=False)
 
     def pipeline(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
         """This rank's part of a pipeline.
@@ -97,15 +101,61 @@ class SplitStage:
         vars(state)["_metadata"][METADATA] = {"stage": self.index, "stages": self.stages, "partition": self.partition}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, assign: bool = False) -> None:
         """Load this stage's parameters and buffers.
 
         Args:
-            state: of the whole model, or of this stage; the entries of other stages are passed over.
+            state: of the whole model, or of this stage; the entries of other stages are passed over. Of tied entries
+                one is enough.
+            assign: whether to take the tensors of ``state`` instead of copying their values, as a stage needs whose
+                model is on the meta device. Buffers that no state has are then computed anew where the model tells
+                how. Make the optimizer afterwards.
+
+        Raises:
+            ConfigError: if ``state`` lacks an entry, naming it.
         """
+        own = OrderedDict(state)
+        vars(own)["_metadata"] = getattr(state, "_metadata", None)
+        for entry in self.state_dict():
+            name = next((name for name in (entry, *self.weights.tied(entry)) if name in state), None)
+            if name is None:
+                raise ConfigError(f"state lacks {entry!r}, must have all entries of stage {self.index}")
+            own[entry] = state[name]
+        places = _places(self.chunks) if assign else {}
         for chunk in self.chunks:
-            if missing := chunk.load_state_dict(state, strict=False).missing_keys:
-                raise ConfigError(f"state lacks {missing[0]!r}, must have all entries of stage {self.index}")
+            chunk.load_state_dict(own, strict=False, assign=assign)
+        if assign:
+            self._tie_anew(places)
+            compute_buffers(self.chunks, self.weights, next(iter(entries_of(self.chunks).values())).device)
+
+    def _tie_anew(self, places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
+        """Make one object again of what was one: torch assigns one for each name. ``places`` are those before."""
+        moved: dict[int, nn.Parameter] = {}
+        for key, holders in places.items():
+            module, name = holders[0]
+            moved[key] = getattr(module, name)
+            for other, own_name in holders[1:]:
+                setattr(other, own_name, moved[key])
+        for name, parameter in list(self.ties.items()):
+            self.ties[name] = moved[id(parameter)]
+
+    def load_pretrained(self, folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> None:
+        """Load this stage's parameters and buffers from a folder of the Hub, and read nothing else of it.
+
+        What lies on the meta device gets memory: split a model that was built under ``torch.device("meta")``, and no
+        rank holds more than its part. Dtypes stay the model's. Of tied entries one is enough. Buffers that no folder
+        has, such as the frequencies of rotary embeddings, are computed anew. Parameters stay the objects that they
+        are, those of the whole model too.
+
+        Args:
+            folder: with ``model.safetensors``, or with ``model.safetensors.index.json`` and its files.
+            device: for what is on the meta device; the CPU by default. All else stays where it is.
+
+        Raises:
+            ConfigError: if the folder cannot be read, lacks an entry or has another shape or an unfit dtype for it, or
+                a buffer remains that nothing has filled; names it.
+        """
+        load(self.chunks, self.weights, folder, f"stage {self.index}", torch.device(device or "cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +175,8 @@ class Split(Sequence[SplitStage]):
     @classmethod
     def of(cls, parts: Sequence[nn.Module], placement: Placement, cuts: tuple[int, ...], layered: Layered) -> Split:
         """The stages that hold ``parts``, in the order of virtual stages."""
-        ties, loss_fn, stages = _ties(layered.model, parts), layered.loss_fn, []
+        ties, loss_fn, weights = _ties(layered.model, parts), layered.loss_fn, layered.weights()
+        stages: list[SplitStage] = []
         partition = f"{type(layered.model).__name__} of {len(layered.layers)} layers, cut at {list(cuts)}"
         layers = [range(*bounds) for bounds in pairwise((0, *cuts, len(layered.layers)))]
         for stage in range(placement.stages):
@@ -135,7 +186,17 @@ class Split(Sequence[SplitStage]):
             tied = {name: each for name, each in ties.items() if id(each) in own}
             own_layers = tuple(layers[v] for v in virtual_stages)
             stages.append(
-                SplitStage(stage, placement.stages, chunks, tied, placement.layout, loss_fn, partition, own_layers)
+                SplitStage(
+                    index=stage,
+                    stages=placement.stages,
+                    chunks=chunks,
+                    ties=tied,
+                    placement=placement.layout,
+                    loss_fn=loss_fn,
+                    partition=partition,
+                    layers=own_layers,
+                    weights=weights,
+                )
             )
         return cls(tuple(stages), cuts, loss_fn)
 
@@ -153,6 +214,19 @@ class Split(Sequence[SplitStage]):
         """
         defaults = {"placement": self[0].placement, "loss_fn": self.loss_fn, "ties": [each.ties for each in self]}
         return local([each.chunks for each in self], **{**defaults, **options})
+
+    def load_pretrained(self, folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> None:
+        """Load all stages from a folder of the Hub; see `SplitStage.load_pretrained`.
+
+        Args:
+            folder: as there.
+            device: as there.
+
+        Raises:
+            ConfigError: as there.
+        """
+        chunks = [chunk for stage in self for chunk in stage.chunks]
+        load(chunks, self[0].weights, folder, "the model", torch.device(device or "cpu"))
 
     @overload
     def __getitem__(self, index: int) -> SplitStage: ...
@@ -184,6 +258,16 @@ def _topology(topology: Topology | None, mesh: DeviceMesh | None, options: Mappi
 
 def _shown(layers: range) -> str:
     return f"{layers[0]}..{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def _places(chunks: Sequence[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
+    """By the id of each parameter and buffer, where it is held."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in dict.fromkeys(module for chunk in chunks for module in chunk.modules()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((module, name))
+    return places
 
 
 def _ties(model: nn.Module, parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -1,21 +1,16 @@
-"""Which rank holds which stages: gathered from all ranks, and compared with the placements that RRFP has."""
+"""Which rank holds which stages, gathered from all ranks."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from rrfp.errors import ConfigError
-from rrfp.hints import Placement
 from rrfp.integrations.torch.private import Stage
-
-#: The placements of `rrfp.Pipeline`.
-PlacementName = Literal["looped", "v"]
 
 #: The first numbers that ranks exchange, which must be equal on all.
 _COMMON = ("num_stages of the stages", "n_microbatches", "loss_fn", "scale_grads")
@@ -28,17 +23,15 @@ _WORDS = {"loss_fn": ("None", "a function"), "scale_grads": ("False", "True")}
 class Layout:
     """The stages of a pipeline."""
 
-    #: How they lie on the ranks.
-    placement: PlacementName
-    #: The stages of each rank of the group.
-    stages_of: tuple[tuple[int, ...], ...]
+    #: The rank of every stage.
+    ranks: tuple[int, ...]
     #: a number that the ranks of this schedule share, and no others.
     token: int
 
     @property
     def rank_of(self) -> Mapping[int, int]:
-        """The rank of every stage."""
-        return {v: rank for rank, stages in enumerate(self.stages_of) for v in stages}
+        """The rank of every stage, by its index."""
+        return dict(enumerate(self.ranks))
 
     @classmethod
     def gather(cls, stages: Sequence[Stage], microbatches: int, *, has_loss: bool, scales_grads: bool) -> Layout:
@@ -52,24 +45,13 @@ class Layout:
                 raise ConfigError(f"{name} is {_by_rank(shown)}, must be the same on all ranks")
         mine = {stage.stage_index for stage in stages}
         masks = _all_gather(first, [int(v in mine) for v in range(first.num_stages)])
-        stages_of = tuple(tuple(v for v, is_held in enumerate(mask) if is_held) for mask in masks)
-        return cls(_placement(stages_of, first.num_stages), stages_of, by_rank[0][-1])
-
-
-def _placement(stages_of: tuple[tuple[int, ...], ...], num_stages: int) -> PlacementName:
-    ranks = len(stages_of)
-    fitting = {}
-    if num_stages % ranks == 0:
-        for name in get_args(PlacementName):
-            placement = Placement(ranks, num_stages // ranks, name)
-            fitting[name] = tuple(map(placement.virtual_stages, range(ranks)))
-            if fitting[name] == stages_of:
-                layout: PlacementName = name
-                return layout
-    allowed = " or ".join(f"{name}: {_by_rank(held)}" for name, held in fitting.items())
-    if not allowed:
-        allowed = f"a multiple of {ranks}, as many on every rank"
-    raise ConfigError(f"stages are {_by_rank(stages_of)} of {num_stages}, must be {allowed}")
+        holders = [[rank for rank, mask in enumerate(masks) if mask[v]] for v in range(first.num_stages)]
+        for v, ranks in enumerate(holders):
+            if len(ranks) != 1:
+                held = f"on the ranks {', '.join(map(str, ranks))}" if ranks else "on no rank"
+                stages_of = [tuple(v for v, is_held in enumerate(mask) if is_held) for mask in masks]
+                raise ConfigError(f"stages are {_by_rank(stages_of)}: stage {v} is {held}, must be on one")
+        return cls(tuple(rank for (rank,) in holders), by_rank[0][-1])
 
 
 def _all_gather(stage: Stage, values: Sequence[int]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,8 +27,34 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from rrfp.errors import PipelineAborted
+
+#: Names a region for profilers. That of ``torch.profiler`` takes several microseconds also while none runs.
+record_function: Callable[[str], AbstractContextManager[Any]]
+try:
+    from torch._C._profiler import _RecordFunctionFast as record_function
+except ImportError:
+    record_function = torch.profiler.record_function
+
 #: A stage: `PipelineStage`, or the tracer's.
 Stage = _PipelineStageBase
+
+
+class ScheduleAborted(PipelineAborted, RuntimeError):
+    """What `ScheduleRRFP` raises for a `PipelineAborted`: torch's schedules raise RuntimeErrors."""
+
+    @classmethod
+    def of(cls, error: PipelineAborted) -> ScheduleAborted:
+        """The same error, of torch's type for other metadata where that is the cause, on any rank."""
+        is_of_metadata = error.origin.cause.startswith(f"{PipeliningMetadataError.__name__}:")
+        made = (MetadataAborted if is_of_metadata else cls)(error.origin)
+        for note in getattr(error, "__notes__", ()):
+            made.add_note(note)
+        return made
+
+
+class MetadataAborted(ScheduleAborted, PipeliningMetadataError):
+    """For a tensor of another shape, dtype or stride than torch's stages expect."""
 
 
 class TorchSchedule(PipelineScheduleMulti):

@@ -11,7 +11,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rrfp import AdoptedGradients, Batch, CallerModes, Mode, Payload, SplitBackward, StageProgram, StepId, Task
 from rrfp.errors import StageError
@@ -144,13 +143,15 @@ class StageTasks(StageProgram):
     # On the lane's thread, in the caller's modes.
 
     def _in_grad_mode(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if torch.is_grad_enabled() is self._has_grad_mode:
+            return function(*arguments)
         with torch.set_grad_enabled(self._has_grad_mode):
             return function(*arguments)
 
     def _forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         _, m, v = task
         stage, data = self._stages[v], self._of_step
-        with record_function(f"PP:{v}F{m}"):
+        with private.record_function(f"PP:{v}F{m}"):
             if inputs:
                 received = inputs[0].tensors
                 versions = _versions(received)
@@ -194,7 +195,7 @@ class StageTasks(StageProgram):
         stage = self._stages[v]
         if v not in self._adopted:  # not before the first forward, in which FSDP2 gathers the parameters
             self._adopted[v] = AdoptedGradients(stage.submod)
-        with record_function(f"PP:{v}{'I' if self._is_split else 'B'}{m}"):
+        with private.record_function(f"PP:{v}{'I' if self._is_split else 'B'}{m}"):
             if grads:
                 private.put_gradients(stage, m, grads[0].tensors)
             loss = self.step_losses[m] if stage.is_last else None
@@ -234,7 +235,7 @@ class StageTasks(StageProgram):
         if (left := self._left.pop((m, v), None)) is None:
             return
         work, memory = left
-        with record_function(f"PP:{v}W{m}"), private.unreduced(stage):
+        with private.record_function(f"PP:{v}W{m}"), private.unreduced(stage):
             work()
         self._adopted[v].copy_out_of(memory)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rrfp import CallerModes, Mode, Pipeline, PipelineAborted, StepResult
 from rrfp.errors import ConfigError, Faults
+from rrfp.hints import Placement
 from rrfp.integrations.open_pipeline import OpenPipeline
 from rrfp.integrations.torch import checks, private
 from rrfp.integrations.torch.layout import Layout
@@ -20,6 +21,10 @@ from rrfp.integrations.torch.program import StageTasks, StepData, Unsplittable, 
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+
+#: The placements of `rrfp.Pipeline` that have a name.
+PlacementName = Literal["looped", "v"]
 
 
 def pipeline_of(
@@ -35,7 +40,7 @@ def pipeline_of(
     device = torch.device(first.device)
     if device.type != "cpu":
         options = {"device": device, **options}
-    options = {"chunks": len(stages), "placement": layout.placement, **options}
+    options = {**_placement_of(layout, first.group_size), **options}
     if mesh is not None:
         return Pipeline(tasks, mesh=mesh, coordinate=coordinate, **options)
     group: Any = torch.distributed.group.WORLD if first.group is None else first.group
@@ -43,13 +48,23 @@ def pipeline_of(
     return Pipeline(tasks, mesh=alone, name=f"torch-{layout.token:x}", **options)
 
 
+def _placement_of(layout: Layout, ranks: int) -> dict[str, Any]:
+    """The options that place the stages: by name where they have one, which generated schedules need."""
+    chunks = len(layout.ranks) // ranks
+    for name in get_args(PlacementName):
+        placement = Placement(ranks, max(1, chunks), name)
+        if layout.ranks == tuple(map(placement.stage_of, range(placement.num_virtual_stages))):
+            return {"chunks": chunks, "placement": name}
+    return {"placement": layout.ranks}
+
+
 class ScheduleRRFP(TorchSchedule):
     """Runs torch's pipeline stages by readiness: a rank runs any task whose inputs are here, not the next of a list.
 
     It takes the place of ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``,
-    ``ScheduleZBVZeroBubble`` and the like, over the same `PipelineStage` objects, one or several a rank, looped or in a
-    V. All ranks of the stages' group must build it, and call `step` and `eval` alike. It ends with the process, or when
-    its last reference goes; `close` ends it before.
+    ``ScheduleZBVZeroBubble`` and the like, over the same `PipelineStage` objects, one or several a rank, looped, in a
+    V or otherwise. All ranks of the stages' group must build it, and call `step` and `eval` alike. It ends with the
+    process, or when its last reference goes; `close` ends it before.
 
     If a rank fails or dies, `step` raises `rrfp.PipelineAborted` on all ranks, which names the rank, the task and the
     cause; the schedule cannot be used afterwards.
@@ -194,7 +209,8 @@ class ScheduleRRFP(TorchSchedule):
             On the rank of the last stage the merged outputs, if wanted; else None.
 
         Raises:
-            PipelineAborted: if any rank failed.
+            PipelineAborted: if any rank failed. It is a RuntimeError too, and a ``PipeliningMetadataError`` of torch if
+                that is the cause.
             ConfigError: if there are targets or ``losses`` without a ``loss_fn``, the last stage lacks its targets,
                 or another schedule has prepared these stages for another number of microbatches since.
             RuntimeError: if a backward needs the grad mode that the caller has switched off.
@@ -219,7 +235,7 @@ class ScheduleRRFP(TorchSchedule):
         try:
             self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         except PipelineAborted as error:
-            raise error.with_traceback(None) from error.__cause__  # these frames would bury the caller's
+            raise private.ScheduleAborted.of(error) from error.__cause__
         last = self._stages[-1]
         return self.merge(last.output_chunks) if last.is_last and return_outputs else None
 

@@ -12,7 +12,7 @@ from rrfp.errors import ConfigError
 from rrfp.lab.generators.latency import LATENCY_MODELS, with_latency
 from rrfp.lab.traces.chrome_reader import TracedRun
 from rrfp.model.graph import TaskGraph
-from rrfp.model.placement import Layout, Placement
+from rrfp.model.placement import Layout, Placement, TablePlacement
 from rrfp.model.plain_graph import edge_names
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
 from rrfp.model.visits import Visits
@@ -90,7 +90,7 @@ def traced_step(trace: StepTrace, num_stages: int, graph: TaskGraph | None = Non
     if graph is None:
         stage_of = _stages_of(tasks.values())
         _check_whole(tasks, range(len(stage_of)), microbatches)
-        shape = Shape(num_stages, *_placement(stage_of, num_stages), kinds)
+        shape = _shape_of_chain(stage_of, num_stages, kinds)
     else:
         _check_placed(tasks.values(), graph)
         _check_whole(tasks, range(len(graph.stage_of)), microbatches, frozenset(trace.skipped))
@@ -178,15 +178,18 @@ def _visits(skips: Iterable[Skip], microbatches: int) -> Visits:
     return Visits(microbatches, tuple(map(frozenset, by_microbatch)))
 
 
-def _placement(stage_of: list[int], num_stages: int) -> tuple[int, Layout]:
-    """The chunks of a stage, and where they are."""
+def _shape_of_chain(stage_of: list[int], num_stages: int, kinds: tuple[Kind, ...]) -> Shape:
+    """The placement by its name; by a table if it has none."""
     chunks, rest = divmod(len(stage_of), num_stages)
     layouts: tuple[Layout, ...] = PLACEMENTS  # type: ignore[assignment]
     for layout in layouts if chunks and not rest else ():
         if [Placement(num_stages, chunks, layout).stage_of(v) for v in range(len(stage_of))] == stage_of:
-            return chunks, layout
-    ran = ", ".join(f"{v} on {stage}" for v, stage in enumerate(stage_of))
-    raise ConfigError(f"virtual stages ran on stages ({ran}), must be placed as one of: {', '.join(PLACEMENTS)}")
+            return Shape(num_stages, chunks, layout, kinds)
+    if {*stage_of} != {*range(num_stages)}:
+        ran = ", ".join(f"{v} on {stage}" for v, stage in enumerate(stage_of))
+        raise ConfigError(f"virtual stages ran on stages ({ran}), must be on each of the {num_stages} stages")
+    graph = TaskGraph(TablePlacement(tuple(stage_of)), names=tuple(map(str, range(len(stage_of)))))
+    return Shape(num_stages, max(Counter(stage_of).values()), "table", kinds, graph)
 
 
 def _traced_latencies(

@@ -154,3 +154,16 @@ def a_strict_order() -> None:
     rank = Rank(1, 4, strict="1f1b")
     rank.steps(1)
     rank.schedule.close()
+
+
+def a_profiler_of_all_threads_sees_tasks_under_the_names_of_torch() -> None:
+    rank = Rank(1, 2, split=True)
+    rank.steps(1)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config
+    ) as profiler:
+        rank.steps(1)
+    names = {event.name for event in profiler.events() or () if event.name.startswith("PP:")}
+    assert names == {f"PP:{dist.get_rank()}{kind}{m}" for kind in "FIW" for m in range(2)}
+    rank.schedule.close()

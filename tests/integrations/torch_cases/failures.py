@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from integrations.torch_parts import WIDTH, Block, Rank, batch, loss_fn
 from torch import Tensor, nn
+from torch.distributed.pipelining._utils import PipeliningMetadataError
 
 import rrfp
 
@@ -143,6 +145,34 @@ def a_stage_that_raises_is_named_on_all_ranks() -> None:
     again = Rank(1, 4)
     again.steps(1)
     again.schedule.close()
+
+
+class Wider(Block):
+    """Returns another dtype than it did when torch inferred it, on the first rank, from the third microbatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        output = super().forward(x, scale)
+        return output.float() if self.calls == 4 and dist.get_rank() == 0 else output
+
+
+def errors_have_the_types_of_torch_on_all_ranks() -> None:
+    """What catches those of torch's schedules catches these."""
+    for make, kind in ((Wider, PipeliningMetadataError), (Fails, RuntimeError)):
+        rank = Rank(1, 4, make=make)
+        for stage in rank.stages:
+            stage._runtime_validate = True  # as at torch's debug level DETAIL
+        args, kwargs = rank.arguments(*batch(0, 8), [])
+        with _without_a_launcher(), pytest.raises(kind, match="aborted by stage") as failure:
+            rank.schedule.step(*args, **kwargs)
+        assert isinstance(failure.value, rrfp.PipelineAborted)
+        assert isinstance(failure.value, PipeliningMetadataError) is (make is Wider)
+        assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)
+        assert failure.value.origin.stage == (0 if make is Wider else 1)
 
 
 class FailsInBackward(torch.autograd.Function):

@@ -65,6 +65,25 @@ def looped() -> None:
     rank.schedule.close()
 
 
+def unequally_many() -> None:
+    """The first rank has the ends, and stages that follow each other; others have two."""
+    ranks = dist.get_world_size()
+    table = [0, 0, *(rank for rank in range(1, ranks) for _ in range(2)), 0]
+    for split in (False, True):
+        rank = Rank(table=table, microbatches=5, split=split)
+        assert rank.schedule.stage_index_to_group_rank == dict(enumerate(table))
+        rank.steps(2)
+        rank.schedule.close()
+
+
+def in_no_named_order() -> None:
+    """As many on every rank, one after the other."""
+    table = [rank for rank in range(dist.get_world_size()) for _ in range(2)]
+    rank = Rank(table=table, microbatches=4)
+    rank.steps(2)
+    rank.schedule.close()
+
+
 def looped_split() -> None:
     rank = Rank(2, 5, split=True)
     rank.steps(2)

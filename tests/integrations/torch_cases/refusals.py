@@ -16,19 +16,29 @@ from rrfp.errors import ConfigError
 from rrfp.integrations.torch import ScheduleRRFP
 
 
-def unbalanced_stages_are_refused() -> None:
+def a_stage_on_no_rank_or_on_two_is_refused() -> None:
     """On every rank, and by the name of what each rank holds."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    virtual = 2 * ranks + 1
+    mine = [2 * me, 2 * me + 1]
+    stages = [PipelineStage(nn.Linear(2, 2), v, virtual, CPU) for v in mine]
+    with pytest.raises(
+        ConfigError, match=rf"stages are \[0, 1\] on rank 0.*: stage {virtual - 1} is on no rank, must be"
+    ):
+        ScheduleRRFP(stages, 2, loss_fn)
+    stages = [PipelineStage(nn.Linear(2, 2), v, virtual, CPU) for v in (*mine, virtual - 1)]
+    with pytest.raises(ConfigError, match=rf"stage {virtual - 1} is on the ranks 0, 1.*, must be on one"):
+        ScheduleRRFP(stages, 2, loss_fn)
+
+
+def strict_schedules_refuse_unequal_stages() -> None:
+    """They are generated for equally many stages a rank."""
     ranks, me = dist.get_world_size(), dist.get_rank()
     virtual = 2 * ranks + 1
     mine = [0, 1, virtual - 1] if me == 0 else [2 * me, 2 * me + 1]
     stages = [PipelineStage(nn.Linear(2, 2), v, virtual, CPU) for v in mine]
-    expected = rf"stages are \[0, 1, {virtual - 1}\] on rank 0, \[2, 3\] on rank 1.* must be a multiple of {ranks}"
-    with pytest.raises(ConfigError, match=expected):
-        ScheduleRRFP(stages, 2, loss_fn)
-    mine = [2 * me, 2 * me + 1]
-    stages = [PipelineStage(nn.Linear(2, 2), v, 2 * ranks, CPU) for v in mine]
-    with pytest.raises(ConfigError, match=rf"must be looped: \[0, {ranks}\] on rank 0.* or v: \[0, {2 * ranks - 1}\]"):
-        ScheduleRRFP(stages, 2, loss_fn)
+    with pytest.raises(ConfigError, match="takes a chain with equally many chunks on each stage"):
+        ScheduleRRFP(stages, 2, loss_fn, strict="1f1b")
 
 
 def ranks_that_differ_are_refused() -> None:
