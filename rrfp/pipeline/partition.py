@@ -252,6 +252,6 @@ def check_initialised(modules: Mapping[int, nn.Module], text_of: TextOf) -> None
                 )
         for name, what in without_values(module):
             raise ConfigError(
-                f"{name!r} of {class_name(module)} on {text_of(v)} {what}, must have values: load or compute them "
+                f"{name!r} of {text_of(v)} {what}, must have values: load or compute them "
                 "before the pipeline and the optimizer are made (a stage of rrfp.split: stage.load_pretrained(folder))"
             )

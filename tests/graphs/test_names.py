@@ -102,10 +102,10 @@ REFUSED: Mapping[str, tuple[Callable[[], Parts], Callable[[Parts], Any], str]] =
         lambda _: {"deterministic": True},
         "deterministic is True, but part 'audio' and module 1 of part 'lm' share '0.running_mean'",
     ),
-    "a device": (
+    "no values": (
         lambda: parts(audio=nn.Linear(WIDTH, WIDTH, device="meta")),
         lambda _: {},
-        "parameter 'weight' of part 'audio' is on meta, must be on one of: cpu, cuda",
+        "'weight' of part 'audio' is on the meta device, must have values",
     ),
 }
 

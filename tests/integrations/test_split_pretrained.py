@@ -166,7 +166,7 @@ def test_what_has_no_values_is_refused_when_a_pipeline_is_made(tmp_path: Path) -
     """Without a word it would compute with whatever the memory held."""
     stages = rrfp.split(meta_chain(), 2)
     with pytest.raises(
-        rrfp.ConfigError, match=r"^'0\.linear\.weight' of SequentialPart on virtual stage 0 is on the meta"
+        rrfp.ConfigError, match=r"^'0\.linear\.weight' of virtual stage 0 is on the meta"
     ):
         stages.local(loss_fn=nn.functional.mse_loss)
     state = nn.Sequential(Rotated(), nn.Linear(3, 3)).state_dict()
@@ -174,7 +174,7 @@ def test_what_has_no_values_is_refused_when_a_pipeline_is_made(tmp_path: Path) -
         stage.chunks[0].to_empty(device="cpu")
         stage.load_state_dict(state)
         stage.chunks[0].double()  # as a move to a device: a buffer stays without values
-    wanted = r"^'0\.angles' of SequentialPart on virtual stage 0 is a buffer from to_empty\(\) that nothing has written"
+    wanted = r"^'0\.angles' of virtual stage 0 is a buffer from to_empty\(\) that nothing has written"
     with pytest.raises(rrfp.ConfigError, match=wanted):
         stages.local(loss_fn=nn.functional.mse_loss)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_what_has_no_values_is_refused_when_a_pipeline_is_made(tmp_path: Path) -
     with torch.device("meta"):
         left = nn.Linear(3, 3)
     with pytest.raises(
-        rrfp.ConfigError, match=r"^'weight' of Linear on virtual stage 1 is on the meta device, must have"
+        rrfp.ConfigError, match=r"^'weight' of virtual stage 1 is on the meta device, must have"
     ):
         rrfp.local([nn.Linear(3, 3), left], loss_fn=nn.functional.mse_loss)
 

@@ -31,7 +31,7 @@ def test_a_script_needs_no_close(how: str) -> None:
 def test_a_killed_peer_ends_the_step_with_a_named_error() -> None:
     codes, (survivor,) = ends("killed")
     assert codes == [7, -9]
-    assert survivor["error"] == "PipelineAborted"
+    assert survivor["error"] == "ScheduleAborted"
     assert survivor["text"].startswith("aborted by stage 1: PeerLostError: ")
     assert survivor["frames"][-1] == "schedule.py", "of the runtime there is but the call that the script makes"
     assert survivor["frames"].count("schedule.py") == 1
@@ -44,7 +44,7 @@ def test_a_stage_that_raises_while_shapes_are_inferred_is_named_on_the_rank_that
     codes, (waiting, culprit) = ends("raises")
     assert codes == [7, 7]
     assert (culprit["error"], culprit["text"]) == ("ValueError", "enough")
-    assert (waiting["error"], waiting["text"]) == ("PipelineAborted", "aborted by stage 1: ValueError: enough")
+    assert (waiting["error"], waiting["text"]) == ("ScheduleAborted", "aborted by stage 1: ValueError: enough")
     assert waiting["seconds"] < 4
 
 
@@ -55,7 +55,7 @@ def test_an_error_outside_the_tasks_that_ends_a_rank_is_named_on_the_others(how:
     codes, (survivor,) = ends(how)
     assert codes == [7, 1]
     cause = {"refused": "ConfigError: target is None", "between": "LookupError: of the script"}[how]
-    assert survivor["error"] == "PipelineAborted"
+    assert survivor["error"] == "ScheduleAborted"
     assert survivor["text"].startswith(f"aborted by stage 1: {cause}")
 
 
