@@ -24,6 +24,7 @@ from rrfp.atomic_files import write_atomically
 from rrfp.core import events as ev
 from rrfp.core.event_history import Known, StepEvents
 from rrfp.core.group_step import GroupMembership
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.replay import Recording
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import state_of
@@ -194,11 +195,16 @@ def _recording(head: Mapping[str, Any], steps: tuple[StepEvents, ...]) -> Record
         whole("stage", head["stage"]),
         Limit(*head["limit"]),
         GroupMembership(*head["group"]),
-        tuple((Kind(pair[0]), int(pair[2:])) for pair in head["in_order"]),
+        tuple(map(_forced, head["in_order"])),
         text("hint", head["hint"]),
         bool(head["may_wait"]),
         steps,
     )
+
+
+def _forced(value: str) -> ForcedOrder:
+    kind, _, virtual_stage = value.partition("@")
+    return Kind(kind), int(virtual_stage)
 
 
 def _known(plain: Mapping[str, Any]) -> Known:

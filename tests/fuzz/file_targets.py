@@ -1,4 +1,4 @@
-"""Readers of files: of costs, of sizes, of schedules, of traces, and of a pipeline's state in a checkpoint."""
+"""Readers of files: of costs, sizes, schedules, traces and event logs, and of a pipeline's state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ from typing import Any
 from fuzz.mutations import JSON, to_json
 from fuzz.targets import Decode, Target, plain
 
+from rrfp.core.event_history import EventHistory
+from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs import make_costs, read_costs
 from rrfp.costs import to_json as to_json_text
 from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import create_hint
+from rrfp.lab.cluster.random_run import RandomRun
 from rrfp.lab.commands.trace import RunReport
 from rrfp.lab.generators.multimodal import multimodal_costs
 from rrfp.lab.sweep.experiment import named_or_read_schedule
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
+from rrfp.memory.admission import Limit
 from rrfp.memory.measured import Largest, Measured, Spent
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Task
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.topology import Topology
 from rrfp.pipeline.state import VERSION, PipelineState
 from rrfp.runtime import records
 from rrfp.schedules.csv import CsvSchedule, to_csv
 from rrfp.schedules.registry import make_schedule
 from rrfp.trace.chrome import ChromeRun, write_runs
+from rrfp.trace.event_log import read_event_log, write_event_log
 from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 #: A file that is read a thousand times a second belongs into memory.
@@ -159,6 +166,40 @@ def _read_trace(path: Path) -> object:
     return reports, measured_costs([("trace", runs[0])], skip_first=0)
 
 
+# Event logs: a tree is the list of the lines.
+
+
+def _a_log(random: Random) -> Any:
+    return random.choice(_logs())
+
+
+@cache
+def _logs() -> list[Any]:
+    return [log for seed in range(4) for log in _logs_of(seed)]
+
+
+def _logs_of(seed: int) -> Iterator[Any]:
+    """Of all ranks of a pipeline that has run two steps."""
+    cores: list[StageCore] = []
+
+    def make_core(*arguments: Any, **keywords: Any) -> StageCore:
+        cores.append(StageCore(*arguments, **keywords, history=EventHistory()))
+        return cores[-1]
+
+    graph, limit = TaskGraph.chain(2, split=seed % 2 == 0), Limit(2) if seed < 2 else Limit(bytes=30)
+    hints, sizes = [create_hint("bfw") for _ in range(2)], lambda _: 9
+    run = RandomRun(graph, hints, [limit] * 2, seed=seed, num_bytes=sizes, make_core=make_core)
+    run.run([(Mode.TRAIN, 2), (Mode.TRAIN, 2)])
+    with TemporaryDirectory(dir=MEMORY) as folder:
+        for core in cores:
+            path = write_event_log(folder, Topology(core.stage, 2), core, "the test ended")
+            yield list(map(json.loads, path.read_text().splitlines()))
+
+
+def _as_lines(tree: Any) -> bytes:
+    return b"\n".join(map(to_json, tree)) if isinstance(tree, list) else to_json(tree)
+
+
 # The state of a pipeline.
 
 
@@ -186,5 +227,6 @@ TARGETS: tuple[Target, ...] = (
     Target("sizes", (ConfigError,), _sizes, to_json, JSON, in_a_file(_read_sizes, "sizes.json")),
     Target("schedules", (ConfigError,), _rows, _as_csv, JSON, in_a_file(_read_schedule, "schedule.csv")),
     Target("traces", (ConfigError,), _a_trace, to_json, JSON, in_a_file(_read_trace, "trace.json")),
+    Target("event logs", (ConfigError,), _a_log, _as_lines, JSON, in_a_file(read_event_log, "events.jsonl")),
     Target("states", (ConfigError,), _a_state, to_json, JSON, plain(_read_state)),
 )
