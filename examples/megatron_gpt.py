@@ -27,7 +27,8 @@ from torch import Tensor
 
 import rrfp.integrations.megatron as rm  # line 1 of RRFP's
 
-PP, CHUNKS, MICROBATCHES, LENGTH, VOCABULARY = 2, 2, 8, 32, 128
+STAGES, CHUNKS, MICROBATCHES, LENGTH, VOCABULARY = 2, 2, 8, 32, 128
+LAYOUT = {"pipeline_model_parallel_size": STAGES, "virtual_pipeline_model_parallel_size": CHUNKS}
 
 
 def model_chunks(config: Any) -> list[Any]:
@@ -35,16 +36,10 @@ def model_chunks(config: Any) -> list[Any]:
     stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
     how = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
     for number in range(CHUNKS):
-        torch.manual_seed(number * PP + stage)
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
-            pre_process=stage == 0 and number == 0,
-            post_process=stage == PP - 1 and number == CHUNKS - 1,
-            vp_stage=number,
-        )
+        torch.manual_seed(number * STAGES + stage)
+        is_first, is_last = stage == number == 0, (stage, number) == (STAGES - 1, CHUNKS - 1)
+        layer = get_gpt_layer_local_spec()
+        chunk = GPTModel(config, layer, VOCABULARY, LENGTH, pre_process=is_first, post_process=is_last, vp_stage=number)
         chunks.append(DistributedDataParallel(config, how, chunk))
     config.no_sync_func = [chunk.no_sync for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
@@ -71,42 +66,27 @@ def main() -> None:
     parser.add_argument("--stock", action="store_true", help="by Megatron's own schedule")
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=PP, virtual_pipeline_model_parallel_size=CHUNKS
-    )
+    parallel_state.initialize_model_parallel(**LAYOUT)
     if not args.stock:
         rm.enable()  # line 2
-    config = TransformerConfig(
-        num_layers=PP * CHUNKS,
-        hidden_size=64,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=PP,
-        virtual_pipeline_model_parallel_size=CHUNKS,
-        overlap_p2p_comm=True,  # which Megatron's schedule needs with two stages
-        batch_p2p_comm=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    model = {"num_layers": STAGES * CHUNKS, "hidden_size": 64, "num_attention_heads": 4}
+    without = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_accumulation_fusion": False}
+    on_cpu = {"use_cpu_initialization": True, "pipeline_dtype": torch.float32}
+    exchange = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # as Megatron's schedule needs it with two stages
+    config = TransformerConfig(**LAYOUT, **model, **without, **on_cpu, **exchange)
     chunks = model_chunks(config)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, use_distributed_optimizer=True), chunks)
     config.grad_scale_func = optimizer.scale_loss
     iterators = [batches() for _ in chunks]
+    sizes = {"num_microbatches": MICROBATCHES, "seq_length": LENGTH, "micro_batch_size": 4}
     for step in range(args.steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators,
-            model=chunks,
-            num_microbatches=MICROBATCHES,
-            seq_length=LENGTH,
-            micro_batch_size=4,
-        )
+        train = get_forward_backward_func()
+        losses = train(forward_step_func=forward_step, data_iterator=iterators, model=chunks, **sizes)
         optimizer.step()
         if losses and parallel_state.get_data_parallel_rank() == 0:
             print(f"step {step}: loss {sum(each['lm loss'].item() for each in losses) / len(losses):.8f}", flush=True)

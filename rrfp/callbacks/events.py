@@ -1,5 +1,6 @@
 """What callbacks receive: one small record for each event of a run. Times are in seconds, sizes in bytes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rrfp.core.usage import Peaks
@@ -49,6 +50,7 @@ class StageFigures:
         stage: its number, 0..N-1.
         breakdown: where the time of its group's leader went, in seconds; ``breakdown.by_cause`` has the blocked ones.
         peaks: the most that any rank of its group held, in chunk tasks and bytes.
+        peaks_by_rank: the most that each rank of the stage held, those of other replicas included.
         slots: the limit of ``peaks.held``, in chunk tasks; None: no limit.
         byte_limit: the limit of ``peaks.num_bytes``, in bytes; None: no limit.
         sent_bytes: tensor bytes that all ranks of its group sent to other ranks since the step before, those of the
@@ -59,6 +61,7 @@ class StageFigures:
     stage: int
     breakdown: Breakdown
     peaks: Peaks
+    peaks_by_rank: Mapping[int, Peaks]
     slots: int | None = None
     byte_limit: int | None = None
     sent_bytes: int = 0

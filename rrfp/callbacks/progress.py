@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
+from rrfp.core.usage import Peaks
 from rrfp.plain import or_none, whole
 from rrfp.tables import Column, fitted
 from rrfp.trace.breakdown import Breakdown
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 #: Seconds between two pictures: the eye needs no more, and drawing one takes milliseconds of Python.
 _PAUSE_S = 0.5
 
-#: Rows of the table: the first stages of a longer pipeline, whose last row says how many there are.
-_MOST_STAGES = 16
+#: Rows of the table. Of more ranks it has a row a stage, of more stages the first, and in the last row their number.
+_MOST_ROWS = 16
 
 #: Steps over which the time that is left is estimated.
 _REMEMBERED = 50
@@ -41,14 +43,15 @@ _PARTS: tuple[tuple[str, Callable[[Breakdown], float], bool], ...] = (
 
 
 class Progress(Callback):
-    """Shows the run at the terminal: steps, loss, time, and a row for each stage; on rank 0 only.
+    """Shows the run at the terminal: steps, loss, time, speed, and a row for each rank; on rank 0 only.
 
-    Without a terminal it shows nothing. The table has the parts of the last step's time, in percent, the most chunk
-    tasks and MiB held, with their limits, and the MiB sent. What the program prints goes above.
+    Without a terminal it shows nothing. The table has the parts of the last step's time, in percent, the MiB sent, and
+    the most chunk tasks and MiB that each rank held, with their limits. Of more than 16 ranks it has a row for each
+    stage, with the rank that held the most bytes. What the program prints goes above.
 
     Args:
         steps: the number of training steps of the whole run, earlier runs of it included; None: not known.
-        tokens: as in `JsonLines`.
+        tokens: as in `JsonLines`; without it the speed is in microbatches a second, over all replicas.
         console: where to; the standard error stream by default.
 
     Raises:
@@ -141,15 +144,21 @@ class Progress(Callback):
         if self._held_out is not None:
             figures.append(f"held-out {self._held_out:.4g}")
         figures.append(f"{event.seconds * 1e3:.0f} ms")
-        speed = metrics(event, self._tokens)["tokens_per_second"]
-        if isinstance(speed, float):
-            figures.append(f"{speed:,.0f} tokens/s")
+        figures += self._speed(event)
         if self._steps is not None:
             figures.append(f"{_clock(self._left(self._steps - done))} left")
         line = Table.grid(padding=(0, 2, 0, 0))
         bar = [] if self._steps is None else [ProgressBar(self._steps, min(done, self._steps), width=20)]
         line.add_row(*bar, Text("  ".join(figures), style="bold"))
         return line
+
+    def _speed(self, event: StepEnded) -> list[str]:
+        if event.seconds <= 0:
+            return []
+        if self._tokens is None:
+            rate = event.microbatches * event.replicas / event.seconds
+            return [f"{rate:,.0f} microbatches/s" if rate >= 100 else f"{rate:.3g} microbatches/s"]
+        return [f"{metrics(event, self._tokens)['tokens_per_second']:,.0f} tokens/s"]
 
     def _left(self, steps: int) -> float:
         """Seconds until ``steps`` more have ended, at the rate of the newest."""
@@ -158,20 +167,45 @@ class Progress(Callback):
 
 
 def _tables(stages: tuple[StageFigures, ...], width: int) -> list[Table]:
-    """A row for each stage, as many columns as fit."""
-    shown = stages[:_MOST_STAGES]
-    names = [str(stage.stage) for stage in shown]
-    columns = [
-        Column(f"{head} %", [f"{100 * stage.breakdown.share(value(stage.breakdown)):.0f}" for stage in shown])
-        for head, value, is_optional in _PARTS
-        if not is_optional or any(value(stage.breakdown) > 0.005 * stage.breakdown.step for stage in shown)
-    ]
-    columns.append(Column("held", [_limited(str(s.peaks.held), s.slots, str) for s in shown]))
-    columns.append(Column("MiB", [_limited(_mebibytes(s.peaks.num_bytes), s.byte_limit, _mebibytes) for s in shown]))
-    columns.append(Column("sent MiB", [_mebibytes(stage.sent_bytes) for stage in shown]))
-    if len(stages) > len(shown):
+    """A row for each rank, or for each stage where they are many; as many columns as fit."""
+    ranks = [sorted(stage.peaks_by_rank) for stage in stages]
+    if sum(map(len, ranks)) > _MOST_ROWS:
+        ranks = [[_fullest(stage)] for stage in stages[:_MOST_ROWS]]
+    rows = [(stage, rank) for stage, own in zip(stages, ranks, strict=False) for rank in own]
+    #: The figures of a whole stage stand in the row of its first rank.
+    firsts = [rank == own[0] for own in ranks for rank in own]
+
+    def of_stages(text: Callable[[StageFigures], str]) -> list[str]:
+        return [text(stage) if is_first else "" for (stage, _), is_first in zip(rows, firsts, strict=True)]
+
+    def of_ranks(text: Callable[[StageFigures, Peaks], str]) -> list[str]:
+        return [text(stage, stage.peaks_by_rank[rank]) for stage, rank in rows]
+
+    names = of_stages(lambda stage: str(stage.stage))
+    if len(stages) > len(ranks):
         names[-1] += f" of {len(stages)}"
-    return fitted([Column("stage", names, justify="left")], columns, width)
+    keys = [Column("stage", names, justify="left"), Column("rank", [str(rank) for _, rank in rows])]
+    columns = [
+        Column(f"{head} %", of_stages(partial(_percent, value)))
+        for head, value, is_optional in _PARTS
+        if not is_optional or any(value(stage.breakdown) > 0.005 * stage.breakdown.step for stage, _ in rows)
+    ]
+    columns += [
+        Column("sent MiB", of_stages(lambda stage: _mebibytes(stage.sent_bytes))),
+        Column("held", of_ranks(lambda stage, peaks: _limited(str(peaks.held), stage.slots, str))),
+        Column("MiB", of_ranks(lambda s, peaks: _limited(_mebibytes(peaks.num_bytes), s.byte_limit, _mebibytes))),
+    ]
+    return fitted(keys, columns, width)
+
+
+def _fullest(stage: StageFigures) -> int:
+    """The rank that held the most bytes, or else chunk tasks."""
+    by_rank = stage.peaks_by_rank
+    return max(by_rank, key=lambda rank: (by_rank[rank].num_bytes, by_rank[rank].held))
+
+
+def _percent(part: Callable[[Breakdown], float], stage: StageFigures) -> str:
+    return f"{100 * stage.breakdown.share(part(stage.breakdown)):.0f}"
 
 
 def _limited(value: str, limit: int | None, text: Callable[[int], str]) -> str:

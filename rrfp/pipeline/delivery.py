@@ -18,6 +18,7 @@ from dataclasses import astuple, dataclass, replace
 from rrfp import timeouts
 from rrfp.callbacks.base import Callback
 from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.core.usage import Peaks
 from rrfp.errors import Origin, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode
@@ -126,7 +127,7 @@ class Delivery:
                 stages=(),
             )
             method, outcome = "step_ended" if is_training else "evaluation_ended", pending.outcome
-            self._entries.append(_Entry(method, lambda: _whole(known, outcome), outcome))
+            self._entries.append(_Entry(method, lambda: _whole(known, outcome, self._topology), outcome))
         outcome.add_done_callback(self._wake)
 
     def stalled(self, text: str) -> None:
@@ -233,7 +234,7 @@ class Delivery:
             self._running = None
 
 
-def _whole(known: StepEnded, outcome: Future[StepFigures | Failure]) -> StepEnded | None:
+def _whole(known: StepEnded, outcome: Future[StepFigures | Failure], topology: Topology) -> StepEnded | None:
     """The event of a step with its figures, which are here; None if they never come."""
     try:
         figures = outcome.result()
@@ -241,11 +242,15 @@ def _whole(known: StepEnded, outcome: Future[StepFigures | Failure]) -> StepEnde
         return None
     if isinstance(figures, Failure):
         return None
-    stages = zip(figures.breakdown, figures.peaks, figures.resources, strict=True)
+    by_rank: tuple[dict[int, Peaks], ...] = tuple({} for _ in figures.peaks)
+    for rank, peaks in enumerate(figures.rank_peaks):
+        by_rank[topology.place_of(rank).stage][rank] = peaks
+    stages = zip(figures.breakdown, figures.peaks, figures.resources, by_rank, strict=True)
     return replace(
         known,
         seconds=figures.seconds,
         stages=tuple(
-            StageFigures(stage, parts, peaks, *astuple(own)) for stage, (parts, peaks, own) in enumerate(stages)
+            StageFigures(stage, parts, peaks, ranks, *astuple(own))
+            for stage, (parts, peaks, own, ranks) in enumerate(stages)
         ),
     )

@@ -19,8 +19,9 @@ STEP = StepEnded(
 def ended(step: int = 0, stages: int = 2, **changes: Any) -> StepEnded:
     """A step of 0.25 s in which each stage computed half of the time."""
     parts = Breakdown(0.25, 0.125, input=0.0625, memory=0.025, drained=0.0375)
+    peaks = Peaks(3, 5 << 20)
     figures = tuple(
-        StageFigures(stage, parts, Peaks(3, 5 << 20), slots=8, sent_bytes=1 << 20, received_bytes=1 << 19)
+        StageFigures(stage, parts, peaks, {stage: peaks}, slots=8, sent_bytes=1 << 20, received_bytes=1 << 19)
         for stage in range(stages)
     )
     return replace(STEP, **{"step": step, "time": 1000.0 + step, "stages": figures, **changes})

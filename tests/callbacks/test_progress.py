@@ -12,7 +12,8 @@ from rich.console import Console
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.callbacks import Callback, Progress, RunAborted, RunBegun, Stall
+from rrfp.callbacks import Callback, Progress, RunAborted, RunBegun, Stall, StepEnded
+from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError, Origin
 from rrfp.model.tasks import Mode
 
@@ -48,8 +49,47 @@ def test_it_shows_steps_loss_speed_and_every_stage() -> None:
     assert last.splitlines()[0].strip() == "loss 0.25  held-out 0.75  250 ms  3,200 tokens/s  0:05:00 left"
     table = last.splitlines()[2:4]
     for stage, line in enumerate(table):
-        # compute, input, memory, nothing left; held of 8 slots, MiB without a limit, MiB sent
-        assert line.split() == [str(stage), "50", "25", "10", "15", "3/8", "5.0", "1.0"]
+        # Its rank; compute, input, memory, nothing left; MiB sent; held of 8 slots, MiB without a limit.
+        assert line.split() == [str(stage), str(stage), "50", "25", "10", "15", "1.0", "3/8", "5.0"]
+
+
+def with_ranks(step: StepEnded, ranks: int) -> StepEnded:
+    """Each stage on so many ranks, of which each holds 1 MiB more than the one before."""
+    stages = [
+        replace(stage, peaks_by_rank={rank: Peaks(rank, rank << 20) for rank in range(i * ranks, (i + 1) * ranks)})
+        for i, stage in enumerate(step.stages)
+    ]
+    return replace(step, stages=tuple(stages))
+
+
+def test_every_rank_of_a_stage_has_a_row_with_what_it_held() -> None:
+    where = console()
+    run(Progress(console=where), with_ranks(ended(0), 2))
+    rows = [line.split() for line in printed(where).rsplit("step 1", 1)[1].splitlines()[2:6]]
+    of_stage = ["50", "25", "10", "15", "1.0"]
+    assert rows == [
+        ["0", "0", *of_stage, "0/8", "0.0"],
+        ["1", "1/8", "1.0"],
+        ["1", "2", *of_stage, "2/8", "2.0"],
+        ["3", "3/8", "3.0"],
+    ]
+
+
+def test_of_many_ranks_each_stage_shows_the_one_that_held_most() -> None:
+    where = console()
+    run(Progress(console=where), with_ranks(ended(0), 9))
+    rows = [line.split() for line in printed(where).rsplit("step 1", 1)[1].splitlines()[2:4]]
+    assert [(row[:2], row[-2:]) for row in rows] == [(["0", "8"], ["8/8", "8.0"]), (["1", "17"], ["17/8", "17.0"])]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.25, "32 microbatches/s"), (64.0, "0.125 microbatches/s"), (0.001, "8,000 microbatches/s")],
+)
+def test_without_tokens_the_speed_is_in_microbatches_of_all_replicas(seconds: float, text: str) -> None:
+    where = console()
+    run(Progress(console=where), ended(0, seconds=seconds))
+    assert f"  {text}" in printed(where)
 
 
 def test_a_stall_is_shown_until_the_next_step_and_an_abort_stays() -> None:

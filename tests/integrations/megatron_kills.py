@@ -7,20 +7,17 @@ of each survivor what it raised, and which rank that names.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
 import warnings
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from integrations.megatron_cases import FREE, laid_out
+from integrations.megatron_forks import ranks_of
 from integrations.megatron_parts import Setup, Trainer
 
 from rrfp.integrations.megatron import forward_backward_func
@@ -30,30 +27,8 @@ SETUP = Setup(pp=4, ddp="none")
 PATIENCE_S = 15.0
 
 
-def forked(function: Any, *args: Any) -> tuple[int, Connection]:
-    """Run ``function`` in a process with the other end of a pipe."""
-    receiving, sending = multiprocessing.Pipe(duplex=False)
-    if pid := os.fork():
-        sending.close()
-        return pid, receiving
-    try:
-        function(sending, *args)
-    finally:
-        os._exit(0)
-
-
-def keep_store(report: Connection) -> None:
-    """What a launcher does, and no rank's death ends."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    report.send(store.port)
-    signal.pause()
-
-
-def train(report: Connection, rank: int, port: int) -> None:
+def train(report: Connection) -> None:
     """Train until another rank is lost."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SETUP.ranks, timeout=timedelta(seconds=60))
     try:
         with laid_out(SETUP):
             run, trainer, step = forward_backward_func(**FREE), Trainer(SETUP), 0
@@ -69,10 +44,7 @@ def train(report: Connection, rank: int, port: int) -> None:
 def kill_one(seed: int) -> dict[str, Any]:
     chosen = random.Random(seed)
     victim, delay = chosen.randrange(SETUP.ranks), chosen.uniform(0, 0.5)
-    keeper, told = forked(keep_store)
-    port = told.recv()
-    ranks = [forked(train, rank, port) for rank in range(SETUP.ranks)]
-    try:
+    with ranks_of(SETUP.ranks, train) as ranks:
         for _, report in ranks:
             assert report.poll(2 * PATIENCE_S), "no step ended"
             assert report.recv() == "trains"
@@ -84,10 +56,6 @@ def kill_one(seed: int) -> dict[str, Any]:
                 ended = report.poll(max(0.0, until - time.monotonic()))
                 raised.append(report.recv() if ended else ("hangs", None, ""))
         return {"seed": seed, "victim": victim, "raised": raised}
-    finally:
-        for pid, _ in [*ranks, (keeper, told)]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 warnings.filterwarnings("ignore")

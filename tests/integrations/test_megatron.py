@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 import under_torchrun
-from fork_server import fork_server, printed, reports
+from fork_server import fork_server, printed
 from torch import nn
 
 from rrfp.errors import ConfigError, Origin, PipelineAborted
@@ -34,17 +35,16 @@ needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megat
 
 #: Cases by ranks: those that stand for the rest.
 QUICK = {
-    2: ("pp2 free", "pp2 vp2 free", "fused, deferred", "overwriting vp2", "enabled_and_disabled", "forms_of_losses"),
+    2: (
+        *("pp2 free", "pp2 vp2 free", "fused, deferred", "overwriting vp2", "enabled_and_disabled", "forms_of_losses"),
+        *("signatures_of_all_versions", "flags_are_refused", "iterator_that_ends_early", "without_a_launcher"),
+    ),
     4: ("tp2 vp2 sequence free", "sharded optimizer, vp2 free", "any_number_of_microbatches"),
 }
-QUICK_BEHAVIOUR = (
-    *("signatures_of_all_versions", "flags_are_refused", "iterator_that_ends_early", "several_models"),
-    "without_a_launcher",
-)
 OTHER_BEHAVIOUR = (
     *("without_pipeline_parallelism", "groups_of_the_caller", "iterators_are_counted", "error_of_the_callers_code"),
     *("lengths_of_any_kind", "orders_do_not_matter", "output_without_gradient", "a_list_of_tensors_is_refused"),
-    "finalize_runs_on_the_callers_thread",
+    *("finalize_runs_on_the_callers_thread", "several_models"),
 )
 #: Every case of `megatron_cases.CASES` that is not above.
 OTHER_ON_2 = (
@@ -59,24 +59,24 @@ OTHER_ON_4 = (
 )
 
 
-def run(*cases: str, ranks: int) -> None:
-    lines = reports("integrations/megatron_ranks.py", *cases, ranks=ranks, timeout_s=290)
-    failed = [f"rank {line['rank']}: {case}\n{line[case][-3000:]}" for line in lines for case in cases if line[case]]
+def run(jobs: Mapping[int, Sequence[str]]) -> None:
+    """Cases by ranks, in processes forked from one."""
+    output = printed(Path(__file__).parent / "megatron_ranks.py", json.dumps(jobs), timeout_s=290)
+    lines = list(map(json.loads, output.splitlines()))
+    ran = [(ranks, rank, cases) for ranks, cases in jobs.items() for rank in range(ranks)]
+    failed = []
+    for line, (ranks, rank, cases) in zip(lines, ran, strict=True):
+        assert line.keys() == {"rank", *cases}
+        assert line["rank"] == rank
+        failed += [f"rank {rank} of {ranks}: {case}\n{line[case][-3000:]}" for case in cases if line[case]]
     assert not failed, "\n".join(failed)
 
 
 @needs_megatron
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_on_two_ranks_bits_are_megatrons() -> None:
-    run(*QUICK[2], *QUICK_BEHAVIOUR, ranks=2)
-
-
-@needs_megatron
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_on_four_ranks_bits_are_megatrons() -> None:
-    run(*QUICK[4], ranks=4)
+def test_bits_are_megatrons() -> None:
+    run(QUICK)
 
 
 @needs_megatron
@@ -84,7 +84,7 @@ def test_on_four_ranks_bits_are_megatrons() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("start", range(0, len(OTHER_ON_2), 12))
 def test_on_two_ranks_all_other_bits_are_megatrons(start: int) -> None:
-    run(*OTHER_ON_2[start : start + 12], ranks=2)
+    run({2: OTHER_ON_2[start : start + 12]})
 
 
 @needs_megatron
@@ -92,14 +92,14 @@ def test_on_two_ranks_all_other_bits_are_megatrons(start: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("start", range(0, len(OTHER_ON_4), 8))
 def test_on_four_ranks_all_other_bits_are_megatrons(start: int) -> None:
-    run(*OTHER_ON_4[start : start + 8], ranks=4)
+    run({4: OTHER_ON_4[start : start + 8]})
 
 
 @needs_megatron
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_it_behaves_as_megatrons_schedules_do() -> None:
-    run(*OTHER_BEHAVIOUR, ranks=2)
+    run({2: OTHER_BEHAVIOUR})
 
 
 @needs_megatron

@@ -109,6 +109,14 @@ def test_ranks_train_as_a_plain_trainer_and_resume_to_the_same_bits(plain: Any, 
         assert "the dataset gives other samples on other ranks" in rank["dataset"]
 
 
+def test_stages_of_another_model_are_refused(tmp_path: Path) -> None:
+    """The optimizer would have the parameters of the one, and the pipeline those of the other."""
+    from rrfp.integrations.transformers import PipelineTrainer
+
+    with pytest.raises(ConfigError, match="stages has parameters that are not model's, must be "):
+        PipelineTrainer(build(), arguments(tmp_path), stages=rrfp.split(build(), 2), microbatches=2)
+
+
 def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     from rrfp.integrations.transformers import PipelineTrainer
     from rrfp.integrations.transformers.arguments import REFUSED

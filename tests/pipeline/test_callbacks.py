@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import threading
@@ -18,7 +19,7 @@ from runtime.toys import WIDTH, Bomb, Trap, data, fail_at, loss_fn, same_bits, s
 
 import rrfp
 from rrfp import timeouts
-from rrfp.callbacks import Callback
+from rrfp.callbacks import Callback, RunBegun, StepEnded
 from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline import delivery
@@ -73,6 +74,7 @@ def test_events_come_in_order_on_a_thread_of_their_own_with_the_figures_of_the_r
         )
         assert tuple(stage.breakdown for stage in event.stages) == result.breakdown
         assert tuple(stage.peaks for stage in event.stages) == result.peaks
+        assert [stage.peaks_by_rank for stage in event.stages] == [{0: result.peaks[0]}, {1: result.peaks[1]}]
         assert [(stage.stage, stage.slots, stage.byte_limit) for stage in event.stages] == [
             (0, 2, 1 << 20),
             (1, 2, 1 << 20),
@@ -311,11 +313,27 @@ def start(tmp_path: Path) -> Iterator[Any]:
         processes.kill()
 
 
+class PeaksOfRanks(Callback):
+    """Writes those of the stages of the last step, a file a rank, beside what the ranks of its replica held."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rank = 0
+
+    def run_begun(self, event: RunBegun) -> None:
+        self._rank = event.topology.rank
+
+    def step_ended(self, event: StepEnded) -> None:
+        by_rank = [{rank: peaks.held for rank, peaks in stage.peaks_by_rank.items()} for stage in event.stages]
+        own = [stage.peaks.held for stage in event.stages]
+        (self._folder / f"{self._rank}.peaks").write_text(repr((by_rank, own)))
+
+
 def test_each_process_of_two_replicas_delivers_its_own(start: Any, tmp_path: Path) -> None:
     folder = tmp_path / "notes"
     folder.mkdir()
     mesh = Mesh((("pp", 2), ("dp", 2)))
-    options: Any = {"callbacks": [Notes(folder=folder)], "loss_fn": None}
+    options: Any = {"callbacks": [Notes(folder=folder), PeaksOfRanks(folder)], "loss_fn": None}
     processes = start(4, emulated_steps, seconds=0.0, mesh=mesh, **options)
     assert [processes.end(rank).error for rank in range(4)] == [""] * 4
     expected = ["run_begun 0 None"]
@@ -323,3 +341,8 @@ def test_each_process_of_two_replicas_delivers_its_own(start: Any, tmp_path: Pat
         expected += [f"step_begun {number} None", f"step_ended {number} 0.0"]
     for rank in range(4):
         assert (folder / str(rank)).read_text().splitlines() == [*expected, "run_ended 3 None"], rank
+    seen = [ast.literal_eval((folder / f"{rank}.peaks").read_text()) for rank in range(4)]
+    by_rank = seen[0][0]
+    assert [set(ranks) for ranks in by_rank] == [{0, 1}, {2, 3}]  # of both replicas, the same on all ranks
+    for rank, found in enumerate(seen):
+        assert found == (by_rank, [by_rank[0][rank % 2], by_rank[1][2 + rank % 2]]), rank

@@ -21,9 +21,7 @@ try:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config, get_model_type
 except ImportError as error:
-    raise ConfigError(
-        f"megatron-core cannot be imported ({error}); rrfp[megatron] brings the version that RRFP is tested with"
-    ) from error
+    raise ConfigError(f"megatron-core cannot be imported ({error}): pip install 'rrfp[megatron]'") from error
 
 __all__ = [
     "PARAMETERS",

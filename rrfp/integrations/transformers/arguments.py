@@ -29,13 +29,18 @@ REFUSED = {
 }
 
 
-def check(args: TrainingArguments, stages: Any, microbatches: Any, arguments: Mapping[str, Any]) -> None:
+def check(
+    model: nn.Module, args: TrainingArguments, stages: Any, microbatches: Any, arguments: Mapping[str, Any]
+) -> None:
     if type(microbatches) is not int or microbatches < 1:
         raise ConfigError(f"microbatches is {microbatches!r}, must be an integer >= 1")
     if not isinstance(stages, Split) or stages.loss_fn is None:
         raise ConfigError(
             f"stages is a {type(stages).__name__}, must be rrfp.split(model, n) of a causal language model"
         )
+    own = set(model.parameters())
+    if not all(own.issuperset(chunk.parameters()) for stage in stages for chunk in stage.chunks):  # none would train
+        raise ConfigError("stages has parameters that are not model's, must be rrfp.split(model, n) of this very model")
     if args.world_size not in (1, len(stages)):
         raise ConfigError(
             f"stages is a split into {len(stages)}, must be into as many as there are ranks: {args.world_size}"

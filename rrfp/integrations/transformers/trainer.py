@@ -48,7 +48,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        check(args, stages, microbatches, arguments)
+        check(model, args, stages, microbatches, arguments)
         self.microbatches = microbatches
         self._chunks = [chunk for stage in stages for chunk in stage.chunks]
         build: Callable[..., Any] = stages.local

@@ -104,6 +104,8 @@ class StepFigures:
     peaks: tuple[Peaks, ...]
     #: For each stage, those of the ranks of its group.
     packed_resources: tuple[tuple[bytes, ...], ...]
+    #: By rank, those of all replicas, the most that it held.
+    rank_peaks: tuple[Peaks, ...]
 
     @property
     def resources(self) -> tuple[Resources, ...]:
@@ -132,6 +134,7 @@ class StepFigures:
             tuple(_filled_up(group[0].breakdown, seconds) for group in groups),
             tuple(Peaks.worst(report.peaks for report in group) for group in groups),
             tuple(tuple([report.resources for report in group]) for group in groups),
+            tuple([report.peaks for report in reports]),
         )
 
 
