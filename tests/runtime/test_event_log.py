@@ -138,3 +138,4 @@ def test_a_stall_that_passes_leaves_the_state_in_which_a_rank_waited(
     assert lines[1] == "why: stage 1 is not in step 0: its program has not called step() yet"
     assert lines[-1].startswith("stage 0 waits for: ")
     assert "owed by stage 1" in lines[-1]
+    assert replayed(log_path(tmp_path, 0))[1] == lines[1]  # leaving in order did not replace it
