@@ -29,14 +29,16 @@ from rrfp.trace.executed_order import read_executed
 OPTIONS: dict[str, Any] = {"loss_fn": loss_fn, "placement": "v", "split": True}
 
 
-def ran(modules: Sequence[nn.Module], batch: Data, **options: Any) -> tuple[list[Any], list[list[Task]]]:
+def ran(modules: Sequence[nn.Module], batch: Data, **options: Any) -> tuple[tuple[float, ...], list[list[Task]]]:
     """The losses of a step of two stages, and the order of tasks on each."""
     with rrfp.local(placed(modules, 2, "v"), **{**OPTIONS, **options}) as pipe:
         result = pipe.step(batch.inputs, batch.targets)
     return result.losses, list(orders(result, 2))
 
 
-def logged(folder: Path, microbatches: int = 7, **options: Any) -> tuple[list[nn.Module], list[Any], list[list[Task]]]:
+def logged(
+    folder: Path, microbatches: int = 7, **options: Any
+) -> tuple[list[nn.Module], tuple[float, ...], list[list[Task]]]:
     modules = stages(4)
     return modules, *ran(modules, data(microbatches), hint=Shuffle(), limit=5, event_log=folder, **options)
 
