@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from rrfp import Hint
 from rrfp.core import events as ev
+from rrfp.core.event_history import EventHistory
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
@@ -29,6 +30,7 @@ class Script:
         group: the rank's group.
         in_order: forced orders.
         skipped: for each microbatch the virtual stages that it does not visit.
+        history: keeps what the core is told.
     """
 
     def __init__(
@@ -43,9 +45,12 @@ class Script:
         group: GroupMembership | None = None,
         in_order: tuple[ForcedOrder, ...] = (),
         skipped: Sequence[Collection[int]] = (),
+        history: EventHistory | None = None,
     ) -> None:
         limits = Limit(limit) if isinstance(limit, int) else limit
-        self.core = StageCore(graph, stage, hint or BackwardForward(), limits, group=group, in_order=in_order)
+        self.core = StageCore(
+            graph, stage, hint or BackwardForward(), limits, group=group, in_order=in_order, history=history
+        )
         self.step = StepId(0, mode, microbatches)
         self.skipped = tuple(map(frozenset, skipped))
         #: What opening the first step caused.

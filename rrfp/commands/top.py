@@ -137,6 +137,8 @@ class TopRow:
     waits_for: str = ""
     #: Tasks that have not started, each with the reason, the lowest microbatch first.
     awaits: tuple[str, ...] = ()
+    #: What happened so far to the first task that has not started: inputs that came, and when.
+    story: str = ""
     #: Tasks of the step that were started.
     enqueued: int | None = None
     #: All of them.
@@ -191,6 +193,7 @@ def _row(answer: RankAnswer, earlier: RankAnswer | None) -> TopRow:
         cause=status.waits_for or None,
         waits_for=waits_for,
         awaits=status.awaits,
+        story=status.story,
         enqueued=None if now is None else now.enqueued,
         tasks=None if now is None else now.tasks,
         held=None if holding is None else holding.held,

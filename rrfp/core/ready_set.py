@@ -453,13 +453,17 @@ class Readiness:
         state = self._states.own[kind].get(virtual_stage) or self._states.read[kind][virtual_stage]
         return bool(state.is_available[m])
 
-    def absent_inputs(self, task: Task) -> tuple[Task, ...]:
-        """The inputs of ``task`` that are not here."""
+    def inputs(self, task: Task) -> tuple[Task, ...]:
+        """The inputs of ``task``; in a forced order the microbatch before is the last one."""
         needed, state = self._graph.inputs(task), self._states.of(task)
         if state.is_ordered:
             before = (m for m in reversed(range(task.microbatch)) if m not in state.skippers)
             needed = (*needed, *(task._replace(microbatch=m) for m in islice(before, 1)))
-        return tuple(producer for producer in needed if not self.is_available(producer))
+        return needed
+
+    def absent_inputs(self, task: Task) -> tuple[Task, ...]:
+        """The inputs of ``task`` that are not here."""
+        return tuple(producer for producer in self.inputs(task) if not self.is_available(producer))
 
     def _supply(self, states: Sequence[TaskState], microbatch: int) -> None:
         """One more input of ``microbatch`` is there for each of ``states``."""

@@ -1,7 +1,7 @@
-"""Who waits for what, and who owes it: the one answer, and the one wording, of every report on a stall.
+"""Who waits for what, who owes it, and what happened before: the one answer, and the one wording, of every report.
 
-Costs a walk over the tasks of a step, so it is for reports only. `StageCore.wait_cause`, which the shell may ask after
-every decision, is cheap and names no task.
+Costs a walk over the tasks, or the events, of a step, so it is for reports only. `StageCore.wait_cause`, which the
+shell may ask after every decision, is cheap and names no task.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+from rrfp.core import events as ev
+from rrfp.core.event_history import StepEvents
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Step
 from rrfp.core.usage import WaitCause
+from rrfp.errors import ConfigError
 from rrfp.model.tasks import F, Kind, Task
 from rrfp.model.topology import Topology
 
@@ -91,6 +94,13 @@ def _not_enqueued(core: StageCore, step: Step) -> Iterator[Task]:
         yield from sorted(unstarted, key=lambda task: (task.microbatch, task.kind is not F))
 
 
+def _waiting_of(core: StageCore, step: Step, task: Task) -> Waiting | None:
+    """Why ``task``, one of this stage, was not enqueued; None where it was."""
+    ordered = frozenset(step.group.pending())
+    is_waiting = task in ordered or not step.readiness.is_available(task)
+    return _waiting(core, step, task, ordered) if is_waiting else None
+
+
 def _waiting(core: StageCore, step: Step, task: Task, ordered: frozenset[Task]) -> Waiting:
     absent = step.readiness.absent_inputs(task)
     unreported = step.group.unreported(task)
@@ -147,6 +157,140 @@ def _debt(core: StageCore, topology: Topology, task: Task, producer: Task) -> st
 
 def _owner(topology: Topology, stage: int) -> str:
     return topology.name_of(topology.rank_of(stage))
+
+
+# The story of one task.
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An event that concerns a task."""
+
+    event: ev.Event
+    #: Tasks that had begun on this rank in the step by then; None: it came before this rank opened the step.
+    begun: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A task that runs on a core's stage, or whose output it reads, in the current or last step."""
+
+    task: Task
+    #: What happened to it and to its inputs here, oldest first; None where the core keeps no events of the step.
+    moments: tuple[Moment, ...] | None
+    #: Why it was not enqueued; None where it was, and for a task of another stage.
+    waiting: Waiting | None
+
+
+def story(core: StageCore, task: Task) -> Story:
+    """What happened to ``task``, and what it waits for.
+
+    Args:
+        core: the core of a rank.
+        task: one that runs on its stage, or whose output is read there.
+
+    Raises:
+        ConfigError: for any other task, and before the first step.
+    """
+    step = core.step
+    if step is None:
+        raise ConfigError(f"task is {task}, and stage {core.stage} has opened no step yet")
+    is_own = step.states.knows(task)
+    if not is_own and not step.states.reads(task):
+        raise ConfigError(f"task is {task}, which stage {core.stage} neither runs nor reads in {step.id}")
+    recorded = () if core.history is None else core.history.steps
+    events = next((each for each in recorded if each.is_open and each.known.step == step.id.number), None)
+    moments = None if events is None else tuple(_moments(step, events, task))
+    return Story(task, moments, _waiting_of(core, step, task) if is_own else None)
+
+
+def tell(core: StageCore, topology: Topology, task: Task) -> list[str]:
+    """The `story` of ``task`` in words: a text for each moment, and last how it stands.
+
+    ``topology`` is the rank's, for the names of others.
+    """
+    told = story(core, task)
+    return [*_told(core, topology, told), _now(core, topology, told)]
+
+
+def past_of(core: StageCore, topology: Topology, task: Task) -> str:
+    """What happened to ``task`` so far, on one line; empty where that is nothing, or not known."""
+    texts = _told(core, topology, story(core, task))
+    return f"{core.graph.text_of(task)} so far: {', '.join(texts)}" if texts else ""
+
+
+def _moments(step: Step, recorded: StepEvents, task: Task) -> Iterator[Moment]:
+    inputs = frozenset(step.readiness.inputs(task)) if step.states.knows(task) else frozenset()
+    yield from (Moment(event, None) for event in recorded.known.early if _concerns(event, step, task, inputs))
+    begun = 0
+    for event in recorded.events:
+        if _concerns(event, step, task, inputs):
+            yield Moment(event, begun)
+        begun += type(event) is ev.Enqueued
+
+
+def _concerns(event: ev.Event, step: Step, task: Task, inputs: frozenset[Task]) -> bool:
+    about = getattr(event, "task", None)
+    if about is None or (about != task and not (about in inputs and isinstance(event, _OF_INPUTS))):
+        return False
+    return getattr(event, "step", step.id) == step.id  # messages of the next step come in this one, too
+
+
+#: What is told of the inputs of a task: that they are here, or on their way.
+_OF_INPUTS = ev.Announced | ev.Arrived | ev.Enqueued | ev.Ordered
+
+
+def _told(core: StageCore, topology: Topology, told: Story) -> list[str]:
+    texts = []
+    for moment in told.moments or ():
+        text = _event(core, topology, told.task, moment.event)
+        begun = moment.begun
+        when = "before the step" if begun is None else f"after {begun} task{'' if begun == 1 else 's'}"
+        texts.append(f"{text} {when}")
+    return texts
+
+
+def _event(core: StageCore, topology: Topology, task: Task, event: Any) -> str:
+    """``event`` in words; the task is named where it is an input of ``task``."""
+    what = _what(topology, event)
+    return what if event.task == task else f"{core.graph.text_of(event.task)} {what}"
+
+
+def _what(topology: Topology, event: ev.Event) -> str:
+    match event:
+        case ev.Enqueued():
+            return "began"
+        case ev.Completed():
+            return f"completed, holding {event.held} bytes,"
+        case ev.SendReleased() | ev.Consumed():
+            owner = topology.name_of(topology.rank_of(event.peer))
+            return f"{'sent to' if isinstance(event, ev.SendReleased) else 'consumed by'} {owner}"
+        case ev.ReadyReported() | ev.HeldReported():
+            reporter = topology.name_of(topology.group[event.member])
+            return f"reported {'ready' if isinstance(event, ev.ReadyReported) else 'complete'} by {reporter}"
+        case ev.Ordered():
+            return f"ordered as entry {event.sequence}"
+    return type(event).__name__.lower()  # arrived, announced, previewed
+
+
+def _now(core: StageCore, topology: Topology, told: Story) -> str:
+    """How the task stands."""
+    step, task = core.step, told.task
+    assert step is not None
+    if told.waiting is not None:
+        return _reason(core, topology, told.waiting)
+    if not step.states.knows(task):
+        owner = topology.name_of(topology.rank_of(core.graph.stage_of[task.virtual_stage]))
+        return "here" if step.readiness.is_available(task) else f"owed by {owner}"
+    if task in core.in_flight:
+        place = core.in_flight.index(task)
+        return "running" if not place else f"on the lane, after {core.graph.text_of(core.in_flight[place - 1])}"
+    sending = step.states.of(task).sending
+    to = [peer for peer in sorted(sending) if task.microbatch in sending[peer]]
+    owing = [peer for output, peers in step.outputs.unconsumed() if output == task for peer in peers]
+    name = {peer: topology.name_of(topology.rank_of(peer)) for peer in (*to, *owing)}
+    debts = [*(f"being sent to {name[peer]}" for peer in to), *(f"credit owed by {name[peer]}" for peer in owing)]
+    return ", ".join(debts) or "done"
 
 
 def state_of(core: StageCore) -> dict[str, Any]:

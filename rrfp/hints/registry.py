@@ -14,6 +14,7 @@ from rrfp.errors import ConfigError, misspelt
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.plugins import Registry, name_of, named_or_loaded, where_defined
+from rrfp.schedules.executed import ExecutedSchedule
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
 #: Returns the schedule for the step of a view, with every task of that step, weight tasks included.
@@ -163,6 +164,8 @@ def _no_hint(cls: type) -> ConfigError:
 
 
 def _source(spec: ScheduleSpec) -> ScheduleSource:
+    if isinstance(spec, ExecutedSchedule):  # which is of certain visits, too
+        return lambda view: spec.for_step(view.graph, view.microbatches, view.visits, view.mode)
     return lambda view: make_schedule(spec, view.graph, view.microbatches)
 
 

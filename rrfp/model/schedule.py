@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import ENDING_KINDS, KINDS, LOCAL_KINDS, Kind, Mode, Side, Task
+from rrfp.model.visits import Visits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class Schedule:
                 held -= 1
         return peak
 
-    def validate(self, graph: TaskGraph, microbatches: int, mode: Mode = Mode.TRAIN) -> Schedule:
+    def validate(
+        self, graph: TaskGraph, microbatches: int, mode: Mode = Mode.TRAIN, visits: Visits | None = None
+    ) -> Schedule:
         """Refuse orders that deadlock, or lack, repeat or misplace a task of a training step, with a ConfigError.
 
         It names the stage and the entry at fault. Takes time linear in the number of tasks. Returns this schedule.
@@ -56,9 +59,10 @@ class Schedule:
         if len(self.orders) != stages:
             raise ConfigError(f"schedule {self.name}: has {len(self.orders)} stages, must have {stages}")
         for stage, order in enumerate(self.orders):
-            self._check_tasks(stage, order, _rows(graph, graph.placement.virtual_stages(stage), microbatches, mode))
+            own = graph.placement.virtual_stages(stage)
+            self._check_tasks(stage, order, _rows(graph, own, microbatches, mode, visits))
         every = range(graph.placement.num_virtual_stages)
-        self._dry_run(graph, _rows(graph, every, microbatches, mode))
+        self._dry_run(graph, _rows(graph, every, microbatches, mode, visits))
         return self
 
     def _check_tasks(self, stage: int, order: tuple[Task, ...], seen: _Rows) -> None:
@@ -71,6 +75,11 @@ class Schedule:
                 )
             if row[microbatch]:
                 first, times = order.index(task), order.count(task)
+                if times == 1:
+                    raise ConfigError(
+                        f"schedule {self.name}: stage {stage}, entry {first}: {task} is of a microbatch that skips "
+                        "this virtual stage"
+                    )
                 raise ConfigError(f"schedule {self.name}: stage {stage}, entry {first}: {task} occurs {times} times")
             row[microbatch] = True
         missing = [Task(kind, row.index(0), v) for (kind, v), row in seen.items() if 0 in row]
@@ -116,8 +125,16 @@ class Schedule:
 _Rows = Mapping[tuple[Kind, int], bytearray]
 
 
-def _rows(graph: TaskGraph, virtual_stages: Iterable[int], microbatches: int, mode: Mode) -> _Rows:
-    return {(kind, v): bytearray(microbatches) for v in virtual_stages for kind in graph.kinds(v, mode)}
+def _rows(
+    graph: TaskGraph, virtual_stages: Iterable[int], microbatches: int, mode: Mode, visits: Visits | None
+) -> _Rows:
+    """The flags, set for tasks that do not exist, since their microbatch skips the virtual stage."""
+    rows = {(kind, v): bytearray(microbatches) for v in virtual_stages for kind in graph.kinds(v, mode)}
+    if visits is not None and visits.are_partial:
+        for (_, v), row in rows.items():
+            for microbatch in visits.skippers(v):
+                row[microbatch] = True
+    return rows
 
 
 def _with_local_tasks(order: tuple[Task, ...], local: Sequence[Sequence[Kind]]) -> Iterator[Task]:

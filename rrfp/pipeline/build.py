@@ -190,7 +190,7 @@ class RankBuilder:
         #: Whether all stages are in this process.
         self._is_alone = torch_ranks is None
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
-        self._method.check(partition.graph)
+        self._method.check(partition.graph, topologies)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
         check_initialised(modules, partition.text_of)
@@ -225,6 +225,8 @@ class RankBuilder:
                 topologies, parts, by_rank, self._ties.ranks, devices, strict=True
             )
         ]
+        for rank in self._ranks:
+            self._method.check_order(rank.topology, rank.in_order)
         self._delivery = Delivery(options.callbacks, topologies[0], summary(options))
 
     def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:
@@ -329,7 +331,7 @@ class RankBuilder:
             StageCore(
                 graph,
                 topology.stage,
-                self._method.new_hint(),
+                self._method.new_hint(topology),
                 limit,
                 group=group,
                 in_order=rank.in_order,

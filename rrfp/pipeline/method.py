@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Collection, Sequence
 
 from rrfp.core.hint import Hint
+from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, default_hint
 from rrfp.log import get_logger
@@ -13,9 +16,14 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.options import Options
 from rrfp.plugins import name_of
+from rrfp.schedules.executed import ExecutedSchedule
 from rrfp.schedules.registry import schedule_names, schedule_needs
+from rrfp.trace.executed_order import read_executed
 
 logger = get_logger(__name__)
+
+#: What stands for the schedule of a replay.
+REPLAY = "replay"
 
 #: The default limit; docs/hints.md gives the reasons.
 DEFAULT_LIMIT = "2n"
@@ -25,16 +33,33 @@ class DispatchMethod:
     """How the options order tasks: by a hint under a limit, or by a strict schedule."""
 
     def __init__(self, options: Options) -> None:
-        self.strict = options.strict
+        self._replay = options.replay
+        #: The schedule that is run strictly, by name.
+        self.strict = options.strict if options.replay is None else REPLAY
+        #: By replica and member, the logged step that is run again.
+        self._executed: dict[tuple[int, int], ExecutedSchedule] = {}
         self._split = options.split
         self._coordination = options.coordination
         self._default_hint = default_hint(options.order)
         self._hint: HintSpec = self._default_hint if options.hint is None else options.hint
         self._limit = DEFAULT_LIMIT if options.limit is None else options.limit
 
-    def new_hint(self) -> Hint:
-        """A fresh hint, or the strict schedule as one."""
+    def new_hint(self, topology: Topology) -> Hint:
+        """A fresh hint for a rank, or the strict schedule as one."""
+        if self._replay is not None:
+            return create_strict(self._read(self._replay, topology))
         return create_hint(self._hint) if self.strict is None else create_strict(self.strict)
+
+    def check_order(self, topology: Topology, in_order: Collection[ForcedOrder]) -> None:
+        """Raise a ConfigError where a replayed step did not keep the orders that are forced on a rank."""
+        if self._replay is not None:
+            self._read(self._replay, topology).check_order(in_order)
+
+    def _read(self, folder: str | os.PathLike[str], topology: Topology) -> ExecutedSchedule:
+        place = (topology.replica, topology.member)
+        if place not in self._executed:
+            self._executed[place] = read_executed(folder, topology)
+        return self._executed[place]
 
     def limit(self, topology: Topology, graph: TaskGraph) -> Limit:
         """The limit of one rank of a pipeline over ``graph``; a strict schedule needs none.
@@ -53,8 +78,12 @@ class DispatchMethod:
             )
         return limit
 
-    def check(self, graph: TaskGraph) -> None:
-        """Raise a ConfigError where a schedule, or the limit, does not fit the graph."""
+    def check(self, graph: TaskGraph, topologies: Sequence[Topology] = ()) -> None:
+        """Raise a ConfigError where a schedule, or the limit, does not fit the graph and the ranks."""
+        if self._replay is not None:
+            for topology in topologies:
+                executed = self._read(self._replay, topology)
+                executed.for_step(graph, executed.visits.microbatches, executed.visits)
         if (schedule := self._schedule()) is not None:
             needs = schedule_needs(schedule)
             if needs.split and not self._split:
@@ -73,13 +102,15 @@ class DispatchMethod:
 
     def _schedule(self) -> str | None:
         """The schedule that orders tasks, strict or as a hint."""
+        if self._replay is not None:
+            return None
         if self.strict is not None:
             return self.strict
         return self._hint if isinstance(self._hint, str) and self._hint in schedule_names() else None
 
     def warn_unless_split(self) -> None:
         """Log that the hint orders weight tasks without any; at INFO for the default hint, which serves both cases."""
-        if self._split or self.strict is not None or not self.new_hint().wants_split:
+        if self._split or self.strict is not None or not create_hint(self._hint).wants_split:
             return
         level = logging.INFO if self._hint == self._default_hint else logging.WARNING
         text = "the hint %s orders weight tasks, and without split=True there are none: its other rules apply"
@@ -90,7 +121,7 @@ class DispatchMethod:
         """The hint as ranks compare it; None beside a strict schedule."""
         if self.strict is not None:
             return None
-        return self._hint if isinstance(self._hint, str) else name_of(self.new_hint())
+        return self._hint if isinstance(self._hint, str) else name_of(create_hint(self._hint))
 
     @property
     def limit_name(self) -> str | None:
@@ -105,11 +136,15 @@ class DispatchMethod:
         return None if self.strict is not None else str(self._limit)
 
     def __str__(self) -> str:
+        if self._replay is not None:
+            return f"replay {os.fspath(self._replay)}"
         return f"strict {self.strict}" if self.strict else f"hint {self.hint_name}, limit {self._limit}"
 
 
 def summary(options: Options) -> str:
     """The method of complete options in a few words; makes no hint, so it runs no code of the caller."""
+    if options.replay is not None:
+        return f"replay {os.fspath(options.replay)}"
     if options.strict is not None:
         return f"strict {options.strict}"
     hint = default_hint(options.order) if options.hint is None else options.hint

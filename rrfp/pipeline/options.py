@@ -141,6 +141,11 @@ class Options:
     strict: Annotated[str | None, _resolved(create_strict).common()] = None
     """The name of a schedule to run strictly: the fixed-order baseline. Excludes ``hint`` and ``limit``."""
 
+    replay: Annotated[str | os.PathLike[str] | None, Option("a folder, or None", _is_folder)] = None
+    """A folder that a pipeline with ``event_log`` and the same layout wrote: training steps run in the executed order
+    of the newest one in it that all ranks have run whole, for the same bits without ``deterministic=True``. Excludes
+    ``hint``, ``strict`` and ``limit``."""
+
     limit: Annotated[
         Limit | int | str | None,
         _resolved(partial(Limit.resolve, stage=0, stages=1, others=", or an rrfp.Limit")).common(),
@@ -215,8 +220,9 @@ class Options:
     65,536 spans (tasks, waits, messages) in all of them, about 10 MB, it keeps fewer."""
 
     event_log: Annotated[str | os.PathLike[str] | None, Option("a folder, or None", _is_folder)] = None
-    """A folder: when the pipeline stalls or aborts, each rank writes what its core was told in the current and the last
-    step to ``events-rankR.jsonl`` there, for ``rrfp check replay``. No tensors are in it."""
+    """A folder: when the pipeline stalls or aborts, or else when it is left, each rank writes what its core was told in
+    the current and the last step to ``events-rankR.jsonl`` there, for ``replay`` and ``rrfp check replay``. No tensors
+    are in it."""
 
     callbacks: Annotated[Sequence[Callback], Option("a list of rrfp.callbacks.Callback", _are_callbacks)] = ()
     """Objects that are notified of steps, stalls and aborts, on a thread of their own; see `rrfp.callbacks.Callback`.
@@ -289,6 +295,7 @@ class OptionArguments(TypedDict, total=False):
     transport: TransportSpec
     hint: HintSpec | None
     strict: str | None
+    replay: str | os.PathLike[str] | None
     limit: Limit | int | str | None
     order: MicrobatchOrder
     loss_fn: Callable[[Any, Any], Any] | Mapping[str, Callable[[Any, Any], Any]] | None
@@ -355,6 +362,10 @@ def complete(passed: OptionArguments, arguments: str = "") -> Options:
         if options.strict is not None and (options.hint is not None or options.limit is not None):
             with faults.kept():
                 raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
+        others = [name for name in ("hint", "strict", "limit") if getattr(options, name) is not None]
+        if options.replay is not None and others:
+            with faults.kept():
+                raise ConfigError(f"replay runs a logged step to the letter: it goes without {' and '.join(others)}")
     _check_order(options)
     return replace(options, seed=torch.initial_seed()) if options.seed is None else options
 
@@ -382,8 +393,9 @@ def _check_names(passed: OptionArguments, arguments: str) -> None:
 def _check_order(options: Options) -> None:
     if options.order != "natural":
         return
-    if options.strict is not None:
-        raise ConfigError("order is 'natural', must be 'free' with strict: a schedule is the order of all tasks")
+    if options.strict is not None or options.replay is not None:
+        what = "replay" if options.strict is None else "strict"
+        raise ConfigError(f"order is 'natural', must be 'free' with {what}: a schedule is the order of all tasks")
     if options.hint is not None:
         check_order(options.hint, options.order)
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol
 
 from rrfp import timeouts
@@ -221,8 +220,8 @@ class RankContext:
     observer: Observer
     #: Of the rank's loop.
     time: LoopTime
-    #: Writes the events of the core into a file, where the caller wants one; the text says why. Raises nothing.
-    save_events: Callable[[str], None] = lambda why: None
+    #: Writes the events of the core into a file, where the caller wants one.
+    save_events: EventSaver
     #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
 
@@ -252,17 +251,34 @@ class RankContext:
             Recorder(topology.stage, lane.now),
             Unobserved() if settings.observer is None else settings.observer,
             time,
-            partial(_save_events, settings.event_log, topology, core),
+            EventSaver(settings.event_log, topology, core),
             model,
         )
 
 
-def _save_events(folder: str | os.PathLike[str] | None, topology: Topology, core: StageCore, why: str) -> None:
-    if folder is None:
-        return
-    try:
-        path = write_event_log(folder, topology, core, why)
-    except ConfigError as error:
-        logger.warning("%s has not written its event log: %s", topology.name, error, stage=topology.stage)
-    else:
-        logger.info("%s has written %s", topology.name, path, stage=topology.stage)
+class EventSaver:
+    """Writes the event log of a rank into ``folder``, if there is one."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None, topology: Topology, core: StageCore) -> None:
+        self._folder = folder
+        self._topology = topology
+        self._core = core
+        self._has_tried = False
+
+    def __call__(self, why: str) -> None:
+        """Write the log as it is now; ``why`` says what has happened."""
+        self._has_tried = True
+        if self._folder is None:
+            return
+        name, stage = self._topology.name, self._topology.stage
+        try:
+            path = write_event_log(self._folder, self._topology, self._core, why)
+        except ConfigError as error:
+            logger.warning("%s has not written its event log: %s", name, error, stage=stage)
+        else:
+            logger.info("%s has written %s", name, path, stage=stage)
+
+    def end(self) -> None:
+        """Write the log at the end of a run that has reported nothing: a report on a stall stays."""
+        if not self._has_tried:
+            self("the pipeline was left")

@@ -198,6 +198,8 @@ class StageRunner:
         finally:
             self._release()
             context.transport.abort()
+            if self._abort.failure is None:
+                context.save_events.end()
         self._abort.check_unraised()
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:

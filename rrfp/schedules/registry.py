@@ -17,6 +17,7 @@ from rrfp.model.placement import Layout
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.schedules.csv import CsvSchedule
+from rrfp.schedules.executed import ExecutedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,8 @@ def _zb_v_slots(stage: int, stages: int, microbatches: int) -> list[Slot]:
 #: Makes the order of every stage for a graph and M microbatches; may leave out weight tasks.
 ScheduleGenerator = Callable[[TaskGraph, int], Schedule]
 
-#: A schedule's name, or the text of a schedule file.
-ScheduleSpec = str | CsvSchedule
+#: A schedule's name, the text of a schedule file, or a step that ran.
+ScheduleSpec = str | CsvSchedule | ExecutedSchedule
 
 _KNOWN: dict[str, tuple[ScheduleGenerator, Needs]] = {
     "gpipe": (gpipe, Needs(chunks=1)),
@@ -250,6 +251,8 @@ def make_schedule(spec: ScheduleSpec, graph: TaskGraph, microbatches: int) -> Sc
 
     An unknown name, or a schedule that does not fit the graph, is a ConfigError.
     """
+    if isinstance(spec, ExecutedSchedule):
+        return spec.for_step(graph, microbatches)
     if isinstance(spec, CsvSchedule):
         return spec.for_graph(graph, microbatches)
     generate, needs = _known(spec)

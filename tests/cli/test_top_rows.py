@@ -46,6 +46,13 @@ def row(status: RankStatus) -> TopRow:
     return only
 
 
+def test_the_story_of_the_first_awaited_task_is_passed_on() -> None:
+    assert (
+        row(replace(IDLE, story="B0@1 so far: F0@1 began after 0 tasks")).story
+        == "B0@1 so far: F0@1 began after 0 tasks"
+    )
+
+
 def test_a_look_at_another_number_of_ranks_before_gives_no_rates() -> None:
     now = rows(survey(IDLE, IDLE), survey(IDLE))
     assert [(each.tasks_per_s, each.steps_per_s) for each in now] == [(None, None)] * 2

@@ -26,9 +26,9 @@ from rrfp.trace.event_log import log_path
 __all__ = ["fork_server"]
 
 
-def replayed(log: Path) -> list[str]:
+def replayed(log: Path, *options: str) -> list[str]:
     """What the command prints of a log whose core comes to the recorded state."""
-    result = rrfp("check", "replay", log)
+    result = rrfp("check", "replay", log, *options)
     assert (result.exit_code, result.stderr) == (0, "")
     *lines, last = result.stdout.splitlines()
     assert last == "the core is in the recorded state"
@@ -44,7 +44,24 @@ def test_a_deadlock_that_a_hint_made_is_replayed_to_its_state(tmp_path: Path) ->
     assert lines[1].startswith("why: stage 0: DeadlockError: deadlock in step 0")
     waits = next(line for line in lines if line.startswith("stage 1 waits for: "))
     assert "(ready, but hint Waiting does not choose it)" in waits
-    assert waits in causes.pop()  # the words of the report on the stall
+    (cause,) = causes
+    assert waits in cause  # the words of the report on the stall
+    first = waits.removeprefix("stage 1 waits for: ").split()[0]
+    told = replayed(log_path(tmp_path / "events", 1), "--task", first)
+    story = [line.strip() for line in told[told.index(f"story of {first}:") + 1 :]]
+    assert len(story) > 1
+    assert waits.startswith(f"stage 1 waits for: {first} ({story[-1]}); ")
+    assert f"{waits}. {first} so far: {', '.join(story[:-1])}" in cause
+    answer = json.loads(rrfp("check", "replay", log_path(tmp_path / "events", 1), "--task", first, "--json").stdout)
+    assert answer["story"] == story
+
+
+def test_a_story_is_of_a_task_that_the_rank_runs_or_reads(tmp_path: Path) -> None:
+    ThreadedRanks(stages(2), step, stall_after=0.2, hint=Waiting(), event_log=tmp_path).join()
+    for task, reason in (("F9@1", "which stage 1 neither runs nor reads in step 0"), ("F1", "not of the form F3@5")):
+        result = rrfp("check", "replay", log_path(tmp_path, 1), "--task", task)
+        assert result.exit_code == 2
+        assert reason in result.stderr
 
 
 def test_the_survivors_of_a_killed_rank_are_replayed_to_their_state(tmp_path: Path) -> None:
@@ -121,3 +138,4 @@ def test_a_stall_that_passes_leaves_the_state_in_which_a_rank_waited(
     assert lines[1] == "why: stage 1 is not in step 0: its program has not called step() yet"
     assert lines[-1].startswith("stage 0 waits for: ")
     assert "owed by stage 1" in lines[-1]
+    assert replayed(log_path(tmp_path, 0))[1] == lines[1]  # leaving in order did not replace it

@@ -97,6 +97,14 @@ def test_a_deadlock_report_names_every_process() -> None:
     ]
 
 
+def test_a_deadlock_report_tells_what_happened_to_the_first_task_of_each_rank() -> None:
+    told = [replace(IDLE, story="F1@0 so far: F1@2 arrived after 3 tasks", process="host a, pid 7"), OTHER]
+    assert judge(told, told).text.splitlines()[1:] == [
+        "  stage 0 waits for: F1@0 (x owed by stage 1). F1@0 so far: F1@2 arrived after 3 tasks [host a, pid 7]",
+        "  stage 1 waits for: nothing",
+    ]
+
+
 def test_between_steps_nobody_is_late() -> None:
     outside = [replace(IDLE, step=None), replace(OTHER, step=None)]
     assert not judge(outside, outside).deadlock

@@ -35,7 +35,10 @@ _HINT = (
     f"Dispatch by this hint: {HINT_FORMS}. Default of rrfp simulate without --strict: slot-aware-pyramid, with "
     "--order natural slot-aware."
 )
-_STRICT = "Run this schedule to the letter: a name that `rrfp hints` lists as one, or a file in torch's grammar."
+_STRICT = (
+    "Run this schedule to the letter: a name that `rrfp hints` lists as one, a file in torch's grammar, or a folder "
+    "that event_log= wrote, with the newest training step in it that ran whole."
+)
 _LIMIT = (
     "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
     "under that limit; SIZE: bytes, such as 8MB. Not with --strict; default {default}."
@@ -53,9 +56,12 @@ _BF, _1F1B = {"hint": "bf"}, {"strict": "1f1b"}
 
 
 def named_or_read_schedule(text: str) -> ScheduleSpec:
-    """A schedule's name, or the content of a .csv file."""
+    """A schedule's name, the content of a .csv file, or the newest step in a folder of event logs."""
     from rrfp.schedules.csv import CsvSchedule
+    from rrfp.trace.executed_order import read_executed
 
+    if Path(text).is_dir():
+        return read_executed(text)
     if not text.endswith(".csv"):
         return text
     try:
@@ -86,7 +92,7 @@ class SimulatedMethod:
         default=None,
         metadata=as_option(
             _STRICT,
-            "NAME|FILE.csv",
+            "NAME|FILE.csv|FOLDER",
             known="rrfp.schedules.registry:schedule_names",
             reads="rrfp.lab.sweep.experiment:named_or_read_schedule",
             beside={},
@@ -117,6 +123,7 @@ class SimulatedMethod:
         from rrfp.lab.simulation import ORDERS, SENDS
         from rrfp.memory.admission import Limit
         from rrfp.schedules.csv import CsvSchedule
+        from rrfp.schedules.executed import ExecutedSchedule
 
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
@@ -136,7 +143,7 @@ class SimulatedMethod:
             Limit.resolve(self.limit.removeprefix(SAME_BYTES) if isinstance(self.limit, str) else self.limit, 0, 1)
         if not self.name:
             chosen = self.hint if self.strict is None else self.strict
-            is_text = isinstance(chosen, str | CsvSchedule)
+            is_text = isinstance(chosen, str | CsvSchedule | ExecutedSchedule)
             named = str(chosen) if is_text else getattr(chosen, "__name__", type(chosen).__name__)
             object.__setattr__(self, "name", named)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrfp.core.waiting import describe
+from rrfp.core.waiting import describe, past_of, waiting
 from rrfp.model.tasks import Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.core_driver import CoreDriver
@@ -68,6 +68,7 @@ class StallProgress:
             training_step=activity.training_step,
             current=self._step_status(),
             at=now,
+            story="" if activity.step is None else self._story(),
         )
 
     def _step_status(self) -> StepStatus | None:
@@ -86,6 +87,12 @@ class StallProgress:
 
     def _can_run(self) -> bool:
         return self._driver.dispute() is None and self._core.decide() is not None
+
+    def _story(self) -> str:
+        """What happened to the first task that the rank waits for."""
+        dispute = self._driver.dispute()
+        tasks = [entry.task for entry in waiting(self._core, 1)] if dispute is None else [dispute[0]]
+        return past_of(self._core, self._topology, tasks[0]) if tasks else ""
 
     def _awaits(self) -> list[str]:
         return [

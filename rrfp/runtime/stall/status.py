@@ -79,6 +79,8 @@ class RankStatus:
     current: StepStatus | None = None
     #: When it answered, in seconds of its own clock.
     at: float = 0.0
+    #: What happened so far to the first task that it waits for; empty if nothing did.
+    story: str = ""
 
     @property
     def who(self) -> str:
@@ -130,7 +132,7 @@ def judge(statuses: Sequence[RankStatus], before: Sequence[RankStatus] | None) -
         return Verdict(False, True, "every task has run, and the ranks are ending the step")
     if before is None or [s.progress for s in before] != [s.progress for s in statuses]:
         return Verdict(False, False, "every rank is idle")
-    lines = [f"  {wait_line(s.who, s.awaits)}{_process(s)}" for s in statuses]
+    lines = [f"  {wait_line(s.who, s.awaits)}{s.story and f'. {s.story}'}{_process(s)}" for s in statuses]
     head = f"deadlock in step {current}: every rank is idle and nothing is in flight"
     return Verdict(True, True, "\n".join([head, *lines]))
 
