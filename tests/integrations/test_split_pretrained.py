@@ -165,9 +165,7 @@ def test_a_buffer_that_nothing_tells_how_to_compute_is_refused_by_name(tmp_path:
 def test_what_has_no_values_is_refused_when_a_pipeline_is_made(tmp_path: Path) -> None:
     """Without a word it would compute with whatever the memory held."""
     stages = rrfp.split(meta_chain(), 2)
-    with pytest.raises(
-        rrfp.ConfigError, match=r"^'0\.linear\.weight' of virtual stage 0 is on the meta"
-    ):
+    with pytest.raises(rrfp.ConfigError, match=r"^'0\.linear\.weight' of virtual stage 0 is on the meta"):
         stages.local(loss_fn=nn.functional.mse_loss)
     state = nn.Sequential(Rotated(), nn.Linear(3, 3)).state_dict()
     for stage in stages:
@@ -182,9 +180,7 @@ def test_what_has_no_values_is_refused_when_a_pipeline_is_made(tmp_path: Path) -
     stages.local(loss_fn=nn.functional.mse_loss)
     with torch.device("meta"):
         left = nn.Linear(3, 3)
-    with pytest.raises(
-        rrfp.ConfigError, match=r"^'weight' of virtual stage 1 is on the meta device, must have"
-    ):
+    with pytest.raises(rrfp.ConfigError, match=r"^'weight' of virtual stage 1 is on the meta device, must have"):
         rrfp.local([nn.Linear(3, 3), left], loss_fn=nn.functional.mse_loss)
 
 
