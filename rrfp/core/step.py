@@ -141,12 +141,12 @@ class Pauses:
         if task.kind is B:
             self._is_spent = False
 
-    def before(self, task: Task) -> ev.Pause | None:
+    def before(self, task: Task) -> ev.Idle | None:
         """The wait that is possible before the backward ``task``."""
         if self._announced is None or (self._is_spent and not self.is_on):
             return None
         mean = self._durations.mean(B, self._states.of(task).chunk)
-        return None if mean is None else ev.Pause(task, *self._announced, LONGEST * mean)
+        return None if mean is None else ev.Idle(task, *self._announced, LONGEST * mean)
 
     def announcements(self, task: Task, state: TaskState) -> Iterator[ev.Announce]:
         """Of the forward ``task`` of this stage, which begins."""

@@ -7,7 +7,7 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.events import Announced, Completed, Enqueued, Pause, Run
+from rrfp.core.events import Announced, Completed, Enqueued, Idle, Run
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
@@ -307,7 +307,7 @@ def waiting(*, limit: int | None = 3, split: bool = False, idles: bool = True, m
 
 def test_it_waits_for_a_forward_that_is_due_rather_than_begin_a_second_backward() -> None:
     script = waiting()
-    assert script.core.decide() == Pause(Task.parse("B1@1"), Task.parse("F2@0"), 1.0, 1.0)
+    assert script.core.decide() == Idle(Task.parse("B1@1"), Task.parse("F2@0"), 1.0, 1.0)
     assert script.core.step is not None
     assert script.core.step.pauses.announces
 
@@ -330,7 +330,7 @@ def test_a_forward_that_has_no_slot_or_does_not_exist_is_not_awaited() -> None:
     full.told(Announced(full.step, Task.parse("F4@0"), 1.0))
     assert full.core.decide() == Run(Task.parse("B1@1"))
     full.ran("B1@1")
-    assert isinstance(full.core.decide(), Pause)
+    assert isinstance(full.core.decide(), Idle)
 
 
 def test_the_wait_keeps_up_with_1f1b_where_tasks_are_alike() -> None:

@@ -86,7 +86,7 @@ class State:
             decision = core.decide()
             if core.is_pausing:
                 yield stage, ev.PauseEnded()
-            elif isinstance(decision, ev.Pause):
+            elif isinstance(decision, ev.Idle):
                 yield stage, ev.PauseBegun()
                 yield stage, ev.PauseEnded()
             if isinstance(decision, ev.Run):
