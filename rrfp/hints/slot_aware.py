@@ -19,11 +19,11 @@ in chunk tasks, N - s and s times C.
 3. **Forwards first until N - s microbatches are in flight, then BFW.** With fewer, later stages run dry at the next
    delay; with more, slots are taken long before they are needed. Beyond that depth BFW's alternation is better than
    backwards first when durations vary.
-4. **A moment's wait for a forward, on unsplit stages in 1F1B's memory** (N - s slots on stage s, one chunk). A backward
-   has freed the slot, the next forward is due and runs on the stage before, but is not here yet. BFW begins another
-   backward, two forwards long; the forward then waits for it, and the stages behind run dry. So the stage idles for
-   the forward, if it is expected within half of that backward, and no longer than that (`rrfp.core.step`). With
-   more slots, or with split backwards, which are as short as forwards, waiting gains nothing.
+4. **A wait for a forward, in 1F1B's memory** (N - s slots on stage s, one chunk). A slot is free, the next forward is
+   due and runs on the stage before, but is not here yet. BFW begins another backward; the forward then waits for it,
+   and the stages behind run dry, since in this memory they hold no other input. So the stage idles for the forward, if
+   it is expected within two such backwards, and no longer than that (`rrfp.core.step`). Strict 1F1B waits too, however
+   long it takes. With more slots waiting gains nothing.
 
 Rules 1 and 2 never apply to unsplit stages, or without a limit.
 """
@@ -77,7 +77,7 @@ class SlotAware(EncoderAware):
         self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if graph.split[v])
         self._receivers = _receivers(graph, here[0]) if chunks == 1 and not visits.are_partial else 0
         has_one_source = chunks == 1 and len(graph.predecessors[here[0]]) <= 1
-        self._is_tight = self.idles and has_one_source and not any(graph.split) and view.slots == self._depth
+        self._is_tight = self.idles and has_one_source and view.slots == self._depth
 
     def announces(self, view: View) -> bool:
         """In 1F1B's memory, where the next stage uses rule 4 too."""

@@ -43,10 +43,10 @@ def announced(script: Script, task: str, seconds: float = FORWARD_S) -> None:
     assert script.told(ev.Announced(script.step, T(task), seconds)) == []
 
 
-IDLE = ev.Idle(T("B1@1"), T("F3@0"), FORWARD_S, BACKWARD_S / 2)
+IDLE = ev.Idle(T("B1@1"), T("F3@0"), FORWARD_S, 2 * BACKWARD_S)
 
 
-def test_before_a_backward_the_core_offers_a_wait_for_an_announced_forward_of_half_the_backwards_mean() -> None:
+def test_before_a_backward_the_core_offers_a_wait_for_an_announced_forward_of_two_backwards() -> None:
     script = stage()
     assert script.core.decide() == ev.Run(T("B1@1"))
     announced(script, "F3@0")
@@ -96,7 +96,7 @@ def test_there_is_one_wait_before_each_backward_even_if_a_forward_runs_in_betwee
     announced(script, "F4@0")
     assert script.core.decide() == ev.Run(T("B1@1"))
     script.told(ev.Enqueued(T("B1@1")), ev.Completed(T("B1@1"), seconds=BACKWARD_S))
-    assert script.core.decide() == ev.Idle(T("B2@1"), T("F4@0"), FORWARD_S, BACKWARD_S / 2)
+    assert script.core.decide() == ev.Idle(T("B2@1"), T("F4@0"), FORWARD_S, 2 * BACKWARD_S)
 
 
 def test_a_declined_wait_counts_as_the_one() -> None:

@@ -148,6 +148,8 @@ CASES = [
     (Patient, 2, 3, "1f1b", False),
     (PatientToo, 2, 3, 2, False),
     (Patient, 2, 3, 1, True),
+    (Patient, 2, 3, "1f1b", True),
+    long(Patient, 2, 3, 2, True),
     long(Patient, 2, 4, 2, False),
     long(SlotAware, 3, 3, "1f1b", False),
 ]
