@@ -7,8 +7,9 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.events import Announced, Completed, Enqueued, Idle, Run
+from rrfp.core.events import Announced, Completed, Enqueued, Idle, Run, StepOpened
 from rrfp.core.ready_set import ChunkOrder, ReadySet
+from rrfp.core.stage_core import StageCore
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.hints.slot_aware import SlotAware
@@ -318,6 +319,19 @@ def test_it_waits_only_in_1f1bs_memory_and_if_it_may() -> None:
     cases += [waiting(split=split, idles=False) for split in (False, True)]
     assert [str(run.task) for case in cases if isinstance(run := case.core.decide(), Run)] == ["B1@1"] * len(cases)
     assert not any(case.core.step is None or case.core.step.pauses.announces for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes", "waits"),
+    [(True, (2.0,) * 6, True), (True, (1.0, 2.0, 3.0, 1.0, 2.0, 3.0), False), (False, (1.0, 2.0) * 3, True)],
+)
+def test_on_split_stages_it_does_not_wait_where_sizes_differ(
+    split: bool, sizes: tuple[float, ...], waits: bool
+) -> None:
+    core = StageCore(TaskGraph.chain(4, split=split), 1, SlotAware(), Limit(3))
+    core.apply(StepOpened(0, Mode.TRAIN, 6, sizes))
+    assert core.step is not None
+    assert core.step.pauses.announces is waits
 
 
 def test_it_does_not_wait_where_all_microbatches_of_the_step_have_slots() -> None:
