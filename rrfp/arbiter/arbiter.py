@@ -76,11 +76,11 @@ class Arbiter:
     def _next(self) -> Task | None:
         """The task to dispatch; None if nothing is ready, or the stage idles."""
         decision = self._core.decide()
-        if type(decision) is ev.Pause:
+        if type(decision) is ev.Idle:
             decision = None if self._core.num_in_flight else self._unless_idle(decision)
         return None if decision is None else decision.task
 
-    def _unless_idle(self, pause: ev.Pause) -> ev.Run | ev.Pause | None:
+    def _unless_idle(self, pause: ev.Idle) -> ev.Run | ev.Idle | None:
         """What the core decides instead of ``pause``; None if the stage idles."""
         if self._pauses is None:
             self._core.apply(ev.PauseEnded())

@@ -28,7 +28,7 @@ class PauseTimer:
         """``event`` reaches the core now."""
         self._announced, self._announced_at = event.task, self._now()
 
-    def idles(self, pause: ev.Pause) -> bool:
+    def idles(self, pause: ev.Idle) -> bool:
         """Whether the stage, whose core has decided ``pause``, idles; if not, the core decides on a task next."""
         if self._core.is_pausing:
             return True

@@ -132,7 +132,7 @@ class Announced:
 
 @record
 class PauseBegun:
-    """The stage idles by choice from now on; see `Pause`."""
+    """The stage idles by choice from now on; see `Idle`."""
 
 
 @record
@@ -211,7 +211,7 @@ class Run:
 
 
 @record
-class Pause:
+class Idle:
     """Enqueue nothing yet. Only ``decide`` gives this, where a hint prefers to wait; see `rrfp.core.step`.
 
     The shell reports `PauseBegun` and times the wait, or `PauseEnded` at once. The wait ends when another task is
@@ -296,4 +296,4 @@ class FinishStep:
     step: StepId
 
 
-Instruction = Run | Pause | Announce | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+Instruction = Run | Idle | Announce | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep

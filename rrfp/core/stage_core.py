@@ -215,7 +215,7 @@ class StageCore:
             self._observe(event)
         return instructions
 
-    def decide(self) -> ev.Run | ev.Pause | None:
+    def decide(self) -> ev.Run | ev.Idle | None:
         """The task to enqueue next, or the wait before it that the hint prefers, or None if there is no task now."""
         step = self._step
         if step is None or self._is_aborted:

@@ -70,8 +70,8 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, B, F, Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
-#: The longest wait, as a part of the mean duration of the backward that waits.
-LONGEST = 0.5
+#: The longest wait, in mean durations of the backward that waits.
+LONGEST = 2.0
 
 #: Seconds. A shorter forward is not announced: it ends at about the time when another rank has heard of it.
 SHORTEST_ANNOUNCED_S = 0.001
@@ -84,7 +84,7 @@ class Pauses:
     behind run dry. So a hint may prefer to wait (`rrfp.core.hint.Hint.awaits`), within these bounds:
 
     - only for a forward that another stage announced when it began it, one that takes a millisecond at least;
-    - at most half of the mean duration of that backward, and not at all if the forward is expected later;
+    - at most two mean durations of that backward, and not at all if the forward is expected later;
     - once before each backward: when the wait is over, the backward or a forward runs next.
 
     Durations come in events, and the shell times the wait, so no clock is needed. Announcements are advice: one that is
@@ -141,12 +141,12 @@ class Pauses:
         if task.kind is B:
             self._is_spent = False
 
-    def before(self, task: Task) -> ev.Pause | None:
+    def before(self, task: Task) -> ev.Idle | None:
         """The wait that is possible before the backward ``task``."""
         if self._announced is None or (self._is_spent and not self.is_on):
             return None
         mean = self._durations.mean(B, self._states.of(task).chunk)
-        return None if mean is None else ev.Pause(task, *self._announced, LONGEST * mean)
+        return None if mean is None else ev.Idle(task, *self._announced, LONGEST * mean)
 
     def announcements(self, task: Task, state: TaskState) -> Iterator[ev.Announce]:
         """Of the forward ``task`` of this stage, which begins."""

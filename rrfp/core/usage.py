@@ -13,7 +13,7 @@ class WaitCause(StrEnum):
     INPUT = "input"  # no task has all its inputs (or a strict schedule waits for its next one)
     MEMORY = "memory"  # a forward has its inputs, and the limit blocks it
     ORDER = "order"  # a task has its inputs here, and the group's order does not have it yet
-    CHOICE = "choice"  # a backward could run, and the hint waits a moment for a forward that is on its way
+    CHOICE = "choice"  # a backward could run, and the hint waits for a forward that is on its way
     DRAINED = "drained"  # every task of the step was enqueued
 
 

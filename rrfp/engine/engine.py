@@ -222,7 +222,7 @@ class _Engine:
     def _decide(self, stage: int, now: float) -> None:
         core = self._cores[stage]
         choice = core.decide()
-        if type(choice) is ev.Pause and not self._pauses[stage].idles(choice):
+        if type(choice) is ev.Idle and not self._pauses[stage].idles(choice):
             choice = core.decide()
         if type(choice) is not ev.Run:
             self._record.waits(stage, core.wait_cause(), now)

@@ -19,11 +19,12 @@ in chunk tasks, N - s and s times C.
 3. **Forwards first until N - s microbatches are in flight, then BFW.** With fewer, later stages run dry at the next
    delay; with more, slots are taken long before they are needed. Beyond that depth BFW's alternation is better than
    backwards first when durations vary.
-4. **A moment's wait for a forward, on unsplit stages in 1F1B's memory** (N - s slots on stage s, one chunk). A backward
-   has freed the slot, the next forward is due and runs on the stage before, but is not here yet. BFW begins another
-   backward, two forwards long; the forward then waits for it, and the stages behind run dry. So the stage idles for
-   the forward, if it is expected within half of that backward, and no longer than that (`rrfp.core.step`). With
-   more slots, or with split backwards, which are as short as forwards, waiting gains nothing.
+4. **A wait for a forward, in 1F1B's memory** (N - s slots on stage s, one chunk). A slot is free, the next forward is
+   due and runs on the stage before, but is not here yet. BFW begins another backward; the forward then waits for it,
+   and the stages behind run dry, since in this memory they hold no other input. So the stage idles for the forward, if
+   it is expected within two such backwards, and no longer than that (`rrfp.core.step`). Strict 1F1B waits too, however
+   long it takes. With more slots waiting gains nothing. Nor does it on split stages whose step has sizes that differ:
+   when a forward comes is then hard to tell, and a split backward delays it little.
 
 Rules 1 and 2 never apply to unsplit stages, or without a limit.
 """
@@ -60,7 +61,7 @@ class SlotAware(EncoderAware):
         self._split_chunks: tuple[int, ...] = ()
         #: The number of stages that receive each forward's output; 0 with several chunks, which rule 2 does not cover.
         self._receivers = 0
-        #: Whether this stage has 1F1B's memory, for rule 4.
+        #: Whether rule 4 applies.
         self._is_tight = False
 
     def open_step(self, view: View) -> None:
@@ -77,10 +78,11 @@ class SlotAware(EncoderAware):
         self._split_chunks = tuple(chunk for chunk, v in enumerate(here) if graph.split[v])
         self._receivers = _receivers(graph, here[0]) if chunks == 1 and not visits.are_partial else 0
         has_one_source = chunks == 1 and len(graph.predecessors[here[0]]) <= 1
-        self._is_tight = self.idles and has_one_source and not any(graph.split) and view.slots == self._depth
+        waits_pay = not any(graph.split) or not _differ(view)
+        self._is_tight = self.idles and has_one_source and waits_pay and view.slots == self._depth
 
     def announces(self, view: View) -> bool:
-        """In 1F1B's memory, where the next stage uses rule 4 too."""
+        """Where rule 4 applies: the next stage uses it too."""
         return self._is_tight
 
     def awaits(self, task: Task, view: View) -> bool:
@@ -122,6 +124,11 @@ def _slots(view: View) -> float:
     if view.most_bytes is not None and view.held_bytes:
         slots = min(slots, view.most_bytes * view.held / view.held_bytes)
     return slots
+
+
+def _differ(view: View) -> bool:
+    """Whether the microbatches of the step are known to differ in size."""
+    return view.sizes is not None and min(view.sizes) != max(view.sizes)
 
 
 def _receivers(graph: TaskGraph, virtual_stage: int) -> int:

@@ -36,7 +36,7 @@ class Breakdown:
     memory: float = 0.0
     #: Blocked: a task had its inputs, and the tensor-parallel group's order did not have it yet.
     order: float = 0.0
-    #: Idle by choice: a backward could run, and the hint waited a moment for a forward that was on its way.
+    #: Idle by choice: a backward could run, and the hint waited for a forward that was on its way.
     choice: float = 0.0
     #: Blocked: every task of the stage had started, and other stages still computed.
     drained: float = 0.0

@@ -57,13 +57,13 @@ class Stage:
 
 def test_a_forward_that_is_expected_within_the_longest_wait_is_awaited_until_it_comes() -> None:
     stage = Stage()
-    stage.announced("F3@0", 10.0)
+    stage.announced("F3@0", 22.0)
     stage.now += 6.0
     assert stage.decide() == ["choice"]
-    assert stage.wakes == [(4.0, 1)]
+    assert stage.wakes == [(16.0, 1)]
     stage.now += 1.0
     assert stage.decide() == ["choice"]  # another event changes nothing
-    assert stage.wakes == [(4.0, 1)]
+    assert stage.wakes == [(16.0, 1)]
     stage.script.arrived("F3@0")
     assert stage.decide() == ["F3@1"]
     assert not stage.pauses.is_on(1)
@@ -71,7 +71,7 @@ def test_a_forward_that_is_expected_within_the_longest_wait_is_awaited_until_it_
 
 def test_one_that_is_expected_later_is_not() -> None:
     stage = Stage()
-    stage.announced("F3@0", 10.0)
+    stage.announced("F3@0", 22.0)
     stage.now += 5.9
     assert stage.decide() == ["B1@1"]
     assert stage.wakes == []

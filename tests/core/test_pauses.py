@@ -43,15 +43,15 @@ def announced(script: Script, task: str, seconds: float = FORWARD_S) -> None:
     assert script.told(ev.Announced(script.step, T(task), seconds)) == []
 
 
-PAUSE = ev.Pause(T("B1@1"), T("F3@0"), FORWARD_S, BACKWARD_S / 2)
+IDLE = ev.Idle(T("B1@1"), T("F3@0"), FORWARD_S, 2 * BACKWARD_S)
 
 
-def test_before_a_backward_the_core_offers_a_wait_for_an_announced_forward_of_half_the_backwards_mean() -> None:
+def test_before_a_backward_the_core_offers_a_wait_for_an_announced_forward_of_two_backwards() -> None:
     script = stage()
     assert script.core.decide() == ev.Run(T("B1@1"))
     announced(script, "F3@0")
-    assert script.core.decide() == PAUSE
-    assert script.core.decide() == PAUSE  # deciding changes nothing
+    assert script.core.decide() == IDLE
+    assert script.core.decide() == IDLE  # deciding changes nothing
 
 
 def test_the_wait_has_a_cause_of_its_own_and_ends_with_what_it_awaits() -> None:
@@ -60,7 +60,7 @@ def test_the_wait_has_a_cause_of_its_own_and_ends_with_what_it_awaits() -> None:
     assert (script.core.is_pausing, script.core.wait_cause()) == (False, WaitCause.INPUT)
     script.told(ev.PauseBegun())
     assert (script.core.is_pausing, script.core.wait_cause()) == (True, WaitCause.CHOICE)
-    assert script.core.decide() == PAUSE
+    assert script.core.decide() == IDLE
     script.arrived("F3@0")
     assert script.core.decide() == ev.Run(T("F3@1"))
     script.enqueued("F3@1")
@@ -96,7 +96,7 @@ def test_there_is_one_wait_before_each_backward_even_if_a_forward_runs_in_betwee
     announced(script, "F4@0")
     assert script.core.decide() == ev.Run(T("B1@1"))
     script.told(ev.Enqueued(T("B1@1")), ev.Completed(T("B1@1"), seconds=BACKWARD_S))
-    assert script.core.decide() == ev.Pause(T("B2@1"), T("F4@0"), FORWARD_S, BACKWARD_S / 2)
+    assert script.core.decide() == ev.Idle(T("B2@1"), T("F4@0"), FORWARD_S, 2 * BACKWARD_S)
 
 
 def test_a_declined_wait_counts_as_the_one() -> None:
@@ -111,7 +111,7 @@ def test_only_the_newest_announcement_counts_and_none_whose_output_is_here() -> 
     announced(script, "F3@0")
     announced(script, "F4@0")
     pause = script.core.decide()
-    assert isinstance(pause, ev.Pause)
+    assert isinstance(pause, ev.Idle)
     assert pause.awaited == T("F4@0")
     script.arrived("F4@0", "F3@0")
     script.ran("F3@1", "B1@1", "F4@1")

@@ -7,8 +7,9 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.events import Announced, Completed, Enqueued, Pause, Run
+from rrfp.core.events import Announced, Completed, Enqueued, Idle, Run, StepOpened
 from rrfp.core.ready_set import ChunkOrder, ReadySet
+from rrfp.core.stage_core import StageCore
 from rrfp.costs import make_costs
 from rrfp.engine.engine import run
 from rrfp.hints.slot_aware import SlotAware
@@ -290,7 +291,7 @@ def test_a_decision_needs_heads_and_counters_only() -> None:
     assert SlotAware().choose(heads, script.core.view) == Task(Kind.F, 500, 0)  # type: ignore[arg-type]
 
 
-# Rule 4: a moment's wait for a forward, unsplit and in 1F1B's memory.
+# Rule 4: a wait for a forward, in 1F1B's memory.
 
 
 def waiting(*, limit: int | None = 3, split: bool = False, idles: bool = True, microbatches: int = 6) -> Script:
@@ -305,17 +306,32 @@ def waiting(*, limit: int | None = 3, split: bool = False, idles: bool = True, m
     return script
 
 
-def test_it_waits_for_a_forward_that_is_due_rather_than_begin_a_second_backward() -> None:
-    script = waiting()
-    assert script.core.decide() == Pause(Task.parse("B1@1"), Task.parse("F2@0"), 1.0, 1.0)
+@pytest.mark.parametrize("split", [False, True])
+def test_it_waits_for_a_forward_that_is_due_rather_than_begin_a_second_backward(split: bool) -> None:
+    script = waiting(split=split)
+    assert script.core.decide() == Idle(Task.parse("B1@1"), Task.parse("F2@0"), 1.0, 4.0)
     assert script.core.step is not None
     assert script.core.step.pauses.announces
 
 
-def test_it_waits_only_unsplit_in_1f1bs_memory_and_if_it_may() -> None:
-    cases = [waiting(limit=4), waiting(limit=10), waiting(limit=None), waiting(split=True), waiting(idles=False)]
-    assert [str(run.task) for case in cases if isinstance(run := case.core.decide(), Run)] == ["B1@1"] * 5
+def test_it_waits_only_in_1f1bs_memory_and_if_it_may() -> None:
+    cases = [waiting(limit=limit, split=split) for limit in (4, 10, None) for split in (False, True)]
+    cases += [waiting(split=split, idles=False) for split in (False, True)]
+    assert [str(run.task) for case in cases if isinstance(run := case.core.decide(), Run)] == ["B1@1"] * len(cases)
     assert not any(case.core.step is None or case.core.step.pauses.announces for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes", "waits"),
+    [(True, (2.0,) * 6, True), (True, (1.0, 2.0, 3.0, 1.0, 2.0, 3.0), False), (False, (1.0, 2.0) * 3, True)],
+)
+def test_on_split_stages_it_does_not_wait_where_sizes_differ(
+    split: bool, sizes: tuple[float, ...], waits: bool
+) -> None:
+    core = StageCore(TaskGraph.chain(4, split=split), 1, SlotAware(), Limit(3))
+    core.apply(StepOpened(0, Mode.TRAIN, 6, sizes))
+    assert core.step is not None
+    assert core.step.pauses.announces is waits
 
 
 def test_it_does_not_wait_where_all_microbatches_of_the_step_have_slots() -> None:
@@ -330,17 +346,18 @@ def test_a_forward_that_has_no_slot_or_does_not_exist_is_not_awaited() -> None:
     full.told(Announced(full.step, Task.parse("F4@0"), 1.0))
     assert full.core.decide() == Run(Task.parse("B1@1"))
     full.ran("B1@1")
-    assert isinstance(full.core.decide(), Pause)
+    assert isinstance(full.core.decide(), Idle)
 
 
-def test_the_wait_keeps_up_with_1f1b_where_tasks_are_alike() -> None:
-    """Five paired seeds of llm at J1: without the wait it loses, with it nothing."""
+@pytest.mark.parametrize(("split", "jitter", "most"), [(False, "J1", 0.0), (False, "J2", 0.001), (True, "J2", 0.0)])
+def test_the_wait_keeps_up_with_1f1b_where_tasks_are_alike(split: bool, jitter: str, most: float) -> None:
+    """Five paired seeds of llm: without the wait it loses, with it next to nothing."""
     lost = {True: 0.0, False: 0.0}
     for seed in range(1000, 1005):
-        costs = make_costs("llm", 8, 32, seed=seed, jitter="J1")
+        costs = make_costs("llm", 8, 32, seed=seed, jitter=jitter, split=split)
         baseline = simulate(costs, strict="1f1b").makespan
         for idles in lost:
             own = simulate(costs, hint=SlotAware(idles=idles), limit="1f1b").makespan
             lost[idles] += own / baseline - 1
-    assert lost[True] <= 1e-9
+    assert lost[True] / 5 <= most + 1e-9
     assert lost[False] / 5 > 0.005

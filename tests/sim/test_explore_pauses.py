@@ -86,7 +86,7 @@ class State:
             decision = core.decide()
             if core.is_pausing:
                 yield stage, ev.PauseEnded()
-            elif isinstance(decision, ev.Pause):
+            elif isinstance(decision, ev.Idle):
                 yield stage, ev.PauseBegun()
                 yield stage, ev.PauseEnded()
             if isinstance(decision, ev.Run):
@@ -148,6 +148,8 @@ CASES = [
     (Patient, 2, 3, "1f1b", False),
     (PatientToo, 2, 3, 2, False),
     (Patient, 2, 3, 1, True),
+    (Patient, 2, 3, "1f1b", True),
+    long(Patient, 2, 3, 2, True),
     long(Patient, 2, 4, 2, False),
     long(SlotAware, 3, 3, "1f1b", False),
 ]

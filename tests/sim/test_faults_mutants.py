@@ -120,7 +120,7 @@ class RefusesTooMuch(StageCore):
 class FallsAsleep(StageCore):
     """Decides nothing any more after three tasks."""
 
-    def decide(self) -> ev.Run | ev.Pause | None:
+    def decide(self) -> ev.Run | ev.Idle | None:
         return None if self.ready and self.view.num_enqueued_total >= 3 else super().decide()
 
 
@@ -167,7 +167,7 @@ class Alone(GroupMembership):
 class RunsItsOwnOrder(StageCore):
     """Follows, and runs the last entry of the log that it can."""
 
-    def decide(self) -> ev.Run | ev.Pause | None:
+    def decide(self) -> ev.Run | ev.Idle | None:
         if not self.group.follows or self._step is None or not self._step.group.pending():
             return super().decide()
         log = self._step.group.log

@@ -160,9 +160,10 @@ def test_shell_and_engine_tell_the_same_of_any_pipeline(case: Case) -> None:
 
 
 @pytest.mark.parametrize("latency", ["none", "wire", "spike"])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("takes_offers", [False, True])
-def test_they_agree_on_waits_by_choice(latency: str, takes_offers: bool) -> None:
-    costs = make_costs("llm", 4, 16, seed=3, jitter="J2", latency=latency)
+def test_they_agree_on_waits_by_choice(latency: str, split: bool, takes_offers: bool) -> None:
+    costs = make_costs("llm", 4, 16, seed=5, jitter="J2", latency=latency, split=split)
     case = replace(dispatch(costs, "slot-aware", "1f1b"), takes_offers=takes_offers)
     expected = case.outcome(run)
     assert isinstance(expected, EngineResult)
