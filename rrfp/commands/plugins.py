@@ -15,7 +15,7 @@ from rrfp.tables import terminal
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownPlugin:
     """A name and its plugin."""
 
     #: The name.
@@ -33,7 +33,7 @@ def hints(json: Json = False) -> None:
 
     schedules = schedule_names()
     known = [_known(HINTS, name) for name in HINTS.names() if name not in schedules]
-    known += [Known(name, "schedule", first_line(schedule_generator(name).__doc__)) for name in schedules]
+    known += [KnownPlugin(name, "schedule", first_line(schedule_generator(name).__doc__)) for name in schedules]
     _show(known, json=json)
 
 
@@ -44,7 +44,7 @@ def transports(json: Json = False) -> None:
     _show((_known(TRANSPORTS, name) for name in TRANSPORTS.names()), json=json)
 
 
-def _known(registry: Registry[Any], name: str) -> Known:
+def _known(registry: Registry[Any], name: str) -> KnownPlugin:
     with _interrupts() as interrupts:
         try:
             plugin = registry.load(name)
@@ -54,7 +54,7 @@ def _known(registry: Registry[Any], name: str) -> Known:
                 raise
             first = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
             description = f"cannot be loaded ({type(first).__name__}: {first})"
-    return Known(name, registry.origin(name), description)
+    return KnownPlugin(name, registry.origin(name), description)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _show(known: Iterable[Known], *, json: bool) -> None:
+def _show(known: Iterable[KnownPlugin], *, json: bool) -> None:
     if json:
         print_json([asdict(entry) for entry in known])
         return

@@ -389,7 +389,7 @@ def started_by_a_variable() -> None:
     setup = Setup()
     with laid_out(setup):
         run = get_forward_backward_func()
-        assert type(run).__name__ == "ForwardBackward"
+        assert type(run).__name__ == "MegatronSchedule"
         trainer = Trainer(setup)
         trainer.step(run, 0)
         assert run.last_result is not None

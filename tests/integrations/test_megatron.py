@@ -147,7 +147,7 @@ def test_the_variable_enables_it_when_megatrons_schedules_are_imported() -> None
         timeout=50,
         check=False,
     )
-    assert done.stdout == "ForwardBackward 2n\n", done.stderr
+    assert done.stdout == "MegatronSchedule 2n\n", done.stderr
 
 
 @needs_megatron

@@ -4,7 +4,7 @@
 
     rm.enable()     # anywhere before training starts, before or after the trainer imports Megatron
 
-`enable` puts `ForwardBackward` in the place of Megatron's two pipelined schedules, so that trainers get it from
+`enable` puts `MegatronSchedule` in the place of Megatron's two pipelined schedules, so that trainers get it from
 ``get_forward_backward_func()``; `disable` takes it out again. `forward_backward_func` makes one to be passed on. Where
 no script can be edited, the environment variable ``RRFP_MEGATRON`` does what `enable` does.
 

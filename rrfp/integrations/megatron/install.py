@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 from rrfp import Limit
 
 if TYPE_CHECKING:
-    from rrfp.integrations.megatron.schedule import ForwardBackward
+    from rrfp.integrations.megatron.schedule import MegatronSchedule
 
 #: What `enable` has put in place, and what stood there, by name.
-_enabled: ForwardBackward | None = None
+_enabled: MegatronSchedule | None = None
 _replaced: dict[str, Any] = {}
 
 
 def forward_backward_func(
     *, limit: Limit | int | str = "megatron", pg_collection: Any = None, **options: Any
-) -> ForwardBackward:
+) -> MegatronSchedule:
     """A function that takes the arguments of Megatron's ``forward_backward_func``.
 
     Args:
@@ -31,12 +31,12 @@ def forward_backward_func(
     Raises:
         ConfigError: as `enable`.
     """
-    from rrfp.integrations.megatron.schedule import ForwardBackward
+    from rrfp.integrations.megatron.schedule import MegatronSchedule
 
-    return ForwardBackward(limit=limit, pg_collection=pg_collection, **options)
+    return MegatronSchedule(limit=limit, pg_collection=pg_collection, **options)
 
 
-def enable(*, limit: Limit | int | str = "megatron", **options: Any) -> ForwardBackward:
+def enable(*, limit: Limit | int | str = "megatron", **options: Any) -> MegatronSchedule:
     """Let Megatron's ``get_forward_backward_func()`` return RRFP where it would return a pipelined schedule.
 
     It may be called before or after a trainer has imported ``get_forward_backward_func``, and again, with other

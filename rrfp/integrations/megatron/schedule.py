@@ -1,4 +1,4 @@
-"""`ForwardBackward`: Megatron's ``forward_backward_func`` over RRFP's pipelines."""
+"""`MegatronSchedule`: Megatron's ``forward_backward_func`` over RRFP's pipelines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rrfp.integrations.open_pipeline import OpenPipeline
 logger = logging.getLogger(__name__)
 
 
-class ForwardBackward:
+class MegatronSchedule:
     """Runs Megatron's model chunks by readiness, with the arguments and results of its pipelined schedules.
 
     A pipeline is made at the first call with a model, and left when the model goes or the process ends; `close` leaves
