@@ -1,7 +1,8 @@
 """The arbiter: hands the lane what the core decides, whenever something has happened. It has no policy and no loop.
 
-Every caller that reports an event to the core calls `Arbiter.kick`. The driver of the arbiter lets it decide once all
-events of one instant are applied: `rrfp.arbiter.loop` on an event loop, the simulator at the end of a virtual instant.
+Who reports an event to the core that may change the decision calls `Arbiter.kick`. The driver of the arbiter lets it
+decide once all events of one instant are applied: `rrfp.arbiter.loop` on an event loop, the simulator at the end of a
+virtual instant.
 """
 
 from __future__ import annotations

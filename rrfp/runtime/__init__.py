@@ -2,9 +2,12 @@
 
 A message on its way to a task::
 
-    Transport.receive -> Messenger.receive_all -> the handler of its kind -> CoreDriver -> StageCore.apply
-                                                                                |
+    transport -> Messenger -> the handler of its kind -> CoreDriver.on_event -> StageCore.apply
+                                                               |
     lane <- LaneExecutor <- CoreDriver <- Arbiter, which asks StageCore.decide <-
+
+shm and zmq call `Messenger` where they read a message; others pass it through `Transport.receive`. In shm, `ShmLink`
+reads a packet, and `ShmInlet` makes a message of it.
 
 OUTPUT, CONSUMED and BEGUN have their handlers in `Messenger`, messages of a group in `rrfp.arbiter`; they become
 events. The rest never reaches the core. `StageRunner.start` has the table, docs/messages.md says what each carries.

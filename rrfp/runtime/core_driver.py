@@ -255,7 +255,7 @@ class CoreDriver:
             self._previews.after(event)
 
     def _apply(self, event: ev.Event) -> None:
-        """As `on_event`, for what the arbiter itself has done: it goes on deciding."""
+        """As `on_event`, where the arbiter decides anyway: without a kick."""
         for instruction in self.core.apply(event):
             self._performers[type(instruction)](instruction)
 

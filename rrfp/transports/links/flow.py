@@ -1,8 +1,8 @@
 """Flow control shared by the transports: a `Window` for each sender, an `Inbox` for the receiver.
 
 Both belong to one event loop and accept calls from any thread. The receiver returns credit when ``receive`` returns a
-message, not when it arrives: a receiver that is slow, or blocked by its caller, thus slows its senders down, and its
-memory is bounded by its peers' windows.
+message, or it is passed on at once: a receiver that is slow, or blocked by its caller, thus slows its senders down, and
+its memory is bounded by its peers' windows.
 """
 
 from __future__ import annotations

@@ -202,11 +202,11 @@ class ShmTransport(LinkedTransport[ShmLink]):
             self._trimming.cancel()
 
     def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
-        """See `Receiver.on_message_lost`."""
+        """See `ShmReceiver.on_message_lost`."""
         self._links[peer].on_message_lost(channel, num_bytes, slot)
 
     def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
-        """See `Receiver.on_link_frame`."""
+        """See `ShmReceiver.on_link_frame`."""
         self._links[peer].on_frame(channel, sealed)
 
 

@@ -241,11 +241,11 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
             self._zmq.destroy(linger=0)  # returns at once, as every socket is closed and drops its queue
 
     def on_link_frame(self, route: Route, sealed: Sealed) -> None:
-        """See `Receiver.on_link_frame`."""
+        """See `ZmqReceiver.on_link_frame`."""
         self._links[route.peer].on_frame(route, sealed)
 
     def on_disconnected(self, peer: int, channel: Channel) -> None:
-        """See `Receiver.on_disconnected`."""
+        """See `ZmqReceiver.on_disconnected`."""
         self._links[peer].on_disconnected(channel)
 
 
