@@ -62,7 +62,7 @@ async def test_a_slot_that_is_used_again_too_early_is_a_problem() -> None:
     target = Stuck()
     async with ends(SeparateDouble(0.0), target, may_race=True) as made:
         channel = made.left._links[1].beside  # type: ignore[attr-defined]
-        for index in range(SLOTS + 1):
+        for index in range(16 * SLOTS):  # the receiver has begun to read one of them before it is written again
             await made.left.send(1, data(on(made.devices[0], index), index=index))
             channel._take_back(index % SLOTS)
         await asyncio.to_thread(target.close)
