@@ -36,7 +36,7 @@ class Prometheus(Callback):
     ``rrfp_evaluation_loss`` and its seconds and tokens. Counters are ``rrfp_sent_bytes_total`` and
     ``rrfp_received_bytes_total`` by stage, and ``rrfp_stalls_total``. A figure that does not exist is left out.
 
-    The server runs from the start of the run to its end. It answers whoever reaches it, in plain text.
+    The server runs from the start of the run to its end. It answers anyone who reaches it, in plain text.
 
     Args:
         port: of the server, 0..65535. 0 takes a free one, which the log names.

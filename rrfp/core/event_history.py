@@ -1,4 +1,4 @@
-"""What a core was told in its current and its last step: enough for another core to come to the same state."""
+"""The events of a core in its current and its last step: enough for another core to come to the same state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EventHistory:
         self._events = self._current.events
 
     def note(self, event: ev.Event) -> None:
-        """The core is told ``event``."""
+        """The core takes ``event`` in."""
         events = self._events
         events.append(event)
         if len(events) > self._most:

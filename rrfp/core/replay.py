@@ -1,4 +1,4 @@
-"""A recorded core, replayed: a new one is told what it was told, and comes to the same state."""
+"""A recorded core, replayed: a new one gets the same events, and comes to the same state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One core, and what it was told in its current and its last step."""
+    """One core, and its events in the current and the last step."""
 
     graph: TaskGraph
     stage: int
@@ -79,7 +79,7 @@ class Recording:
         return tuple(event for step in self.steps for event in step.events)
 
     def replay(self) -> tuple[StageCore, tuple[Refusal, ...]]:
-        """A core that was told all events, and what it refused of them."""
+        """A core that got all events, and those that it refused."""
         # Of the same name, for those who read what a hint does not choose.
         hint = type(self.hint, (_Recorded,), {})(self.steps, may_wait=self.may_wait)
         core = StageCore(

@@ -163,7 +163,7 @@ class StageCore:
         in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
         admission: the memory rule; None: what the limit asks for, or what stands in for that. Only the explorer passes
             one, to show what is wrong with it.
-        history: keeps the events that this core is told.
+        history: keeps the events of this core.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class StageCore:
         return Known(self._next_step, self.measured(), sizes, tuple(self._early))
 
     def recall(self, known: Known) -> None:
-        """Be as a core was that knew this: for a core that was told nothing yet."""
+        """Be as a core was that knew this: for a core that has had no event yet."""
         self.restore(known.measured)
         self._next_step, sizes = known.step, known.sizes
         if sizes is not None:

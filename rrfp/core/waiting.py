@@ -236,7 +236,7 @@ def _concerns(event: ev.Event, step: Step, task: Task, inputs: frozenset[Task]) 
     return getattr(event, "step", step.id) == step.id  # messages of the next step come in this one, too
 
 
-#: What is told of the inputs of a task: that they are here, or on their way.
+#: The events of a task's inputs: they are here, or on their way.
 _OF_INPUTS = ev.Announced | ev.Arrived | ev.Enqueued | ev.Ordered
 
 

@@ -220,7 +220,7 @@ class Options:
     65,536 spans (tasks, waits, messages) in all of them, about 10 MB, it keeps fewer."""
 
     event_log: Annotated[str | os.PathLike[str] | None, Option("a folder, or None", _is_folder)] = None
-    """A folder: when the pipeline stalls or aborts, or else when it is left, each rank writes what its core was told in
+    """A folder: when the pipeline stalls or aborts, or else when it is left, each rank writes the events of its core in
     the current and the last step to ``events-rankR.jsonl`` there, for ``replay`` and ``rrfp check replay``. No tensors
     are in it."""
 

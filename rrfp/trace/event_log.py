@@ -1,4 +1,4 @@
-"""The event log of a rank as a file: what its core was told in its current and its last step, and its state then.
+"""The event log of a rank as a file: the events of its core in the current and the last step, and its state then.
 
     {"rrfp events": 1, "rank": 1, "mesh": {...}, "why": "...", "stage": 1, "graph": {...}, ...}
     {"known": {"step": 6, ...}, "open": true, "order": null}     a step begins: what the core knew before it

@@ -1,7 +1,7 @@
 """Megatron-core, as far as the integration uses it: every name of it stands here.
 
-Versions are told by what their functions take, never by their number: a call passes those of its arguments that the
-function has a parameter for (`fitted`), and a function that asks for another one is refused (`check_signatures`).
+Versions are told apart by the arguments of their functions, never by number: a call passes those of its arguments that
+the function has a parameter for (`fitted`), and a function that asks for another one is refused (`check_signatures`).
 """
 
 from __future__ import annotations
