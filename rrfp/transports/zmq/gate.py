@@ -68,6 +68,8 @@ class Gate:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
             self._decide(request)
+        # A send takes in what has arrived, too: the descriptor does not fire again for a request that came meanwhile.
+        self._answer_all()
 
     def _answer_all(self) -> None:
         while not self._closed:
