@@ -58,7 +58,7 @@ class _Holder(NamedTuple):
 class _Turns:
     """The process's generators belong to one task at a time; the others wait for their turns.
 
-    One that would wait for ever fails: where a loss has a thread of its own evaluate a teacher, and waits for it, the
+    One that would never end fails: where a loss has a thread of its own evaluate a teacher, and waits for it, the
     teacher's task waits for the loss. The sign of it is a wait for another thread in which the running task stands for
     `timeouts.OTHER_THREAD_S`, while a task of a step that began *within* its turn waits. A task that computes, sleeps,
     reads or waits in a collective gives no such sign, nor do steps of pipelines that ran side by side before.

@@ -109,7 +109,7 @@ class Device(ABC):
     def keep_noted(self) -> None:  # noqa: B027 - where freeing is harmless, there is nothing to do
         """Never free what `note_use` has noted, nor host memory that copies may use: the device has failed.
 
-        Whoever finds that out calls it at once; it may be called more than once.
+        The first to find that out calls it at once; it may be called more than once.
         """
 
     @abstractmethod
