@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import pytest
 
+from rrfp import Hint, View
 from rrfp.core import events as ev
 from rrfp.core.event_history import EventHistory, Known
-from rrfp.core.hint import Hint, View
 from rrfp.core.replay import Recording
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import state_of
@@ -21,7 +21,7 @@ from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.hints.priorities import BackwardForward
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.graph_cases import random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement

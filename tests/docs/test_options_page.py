@@ -7,7 +7,6 @@ import re
 from installed import ROOT
 
 from rrfp.hints.registry import DEFAULT_HINT
-from rrfp.pipeline.method import DEFAULT_LIMIT
 from rrfp.pipeline.options import option_table
 
 PAGE = (ROOT / "docs" / "reference" / "options.md").read_text()
@@ -40,4 +39,4 @@ def test_times_and_sizes_have_a_unit() -> None:
 
 
 def test_the_defaults_that_depend_on_each_other_are_named() -> None:
-    assert f"the hint is `{DEFAULT_HINT}`, and with no `limit` the limit is `{DEFAULT_LIMIT}`" in PAGE
+    assert f"the hint is `{DEFAULT_HINT}`, and with no `limit` the limit is `2n`" in PAGE
