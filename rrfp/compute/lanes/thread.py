@@ -14,6 +14,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rrfp import timeouts
@@ -86,6 +88,13 @@ class ThreadLane(Lane):
     def stack(self) -> str:
         """See :meth:`Lane.stack`."""
         return "" if self._thread is None else stack_of(self._thread.ident)
+
+    def core_wait(self) -> float | None:
+        """See :meth:`Lane.core_wait`; Linux counts it."""
+        thread = None if self._thread is None else self._thread.native_id
+        with suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
+        return None
 
     def close(self) -> None:
         """See :meth:`Lane.close`. May be called twice, and on any thread."""
