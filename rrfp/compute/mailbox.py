@@ -59,9 +59,9 @@ class Mailbox:
         skipped = self._visits.skipped_by(m)
         if kind is F:
             before = self._graph.predecessors[v]
-            return tuple(ABSENT if u in skipped else self._read(Task(F, m, u), (v,)) for u in before)
+            return tuple([ABSENT if u in skipped else self._read(Task(F, m, u), (v,)) for u in before])
         after = self._graph.successors[v]
-        return tuple(ABSENT if w in skipped else self._backward[Task(B, m, w)][v] for w in after)
+        return tuple([ABSENT if w in skipped else self._backward[Task(B, m, w)][v] for w in after])
 
     def _read(self, producer: Task, readers: Collection[int]) -> Payload:
         """What ``readers`` read together of the output of a forward."""
@@ -85,12 +85,6 @@ class Mailbox:
         for v, payload in zip(edges[task.virtual_stage], self.inputs(task), strict=True):
             if self._graph.stage_of[v] != self._stage:
                 yield from (tensor for tensor in payload.tensors if tensor is not None)
-
-    def output_bytes(self, task: Task) -> int:
-        """Bytes of the output of ``task``, as dense tensors."""
-        if task.kind is F:
-            return self._forward[task].num_bytes
-        return sum(payload.num_bytes for payload in self._backward.get(task, {}).values())
 
     def drop(self, task: Task) -> None:
         """Forget the output of ``task``, which has been sent and read."""
@@ -142,34 +136,31 @@ class Mailbox:
         self._backward[task] = payloads
 
 
-def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` on its inputs in ``mailbox``, on the lane's thread."""
-    returned = mailbox.returned
+def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
+    """Run ``task`` on the lane's thread; returns the bytes that it holds, and those of its output beside them."""
+    kind, m, v = task
+    returned, num_bytes = mailbox.returned, 0
     returned.begin(task)
-    if task.kind is F:
+    if kind is F:
         output: Any = program.forward(task, mailbox.inputs(task))
         if not isinstance(output, Payload):
             raise StageError(f"{_method(program, 'forward')} returned a {type(output).__name__}, must return a Payload")
         returned.end(task, (output,), program.name_of)
         mailbox.put_forward(task, output)
-    elif task.kind is B:
+        num_bytes = output.num_bytes
+        num_bytes -= min(num_bytes, program.held_output_bytes(m, v))
+    elif kind is B:
         grads: Any = program.backward(task, mailbox.inputs(task))
         if not isinstance(grads, tuple) or not all(isinstance(payload, Payload) for payload in grads):
             raise StageError(f"{_method(program, 'backward')} must return a tuple of Payloads")
         returned.end(task, grads, program.name_of)
         mailbox.put_backward(task, grads)
+        for payload in grads:
+            num_bytes += payload.num_bytes
     else:
-        getattr(program, KINDS[task.kind].name)(task)
+        getattr(program, KINDS[kind].name)(task)
         returned.end(task, (), program.name_of)
-
-
-def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
-    """The bytes that ``task`` holds, and those of its output beside them."""
-    _, m, v = task
-    output = mailbox.output_bytes(task)
-    if task.kind is F:
-        output -= min(output, program.held_output_bytes(m, v))
-    return program.held_bytes(m, v), output
+    return program.held_bytes(m, v), num_bytes
 
 
 def _method(program: StageProgram, name: str) -> str:
