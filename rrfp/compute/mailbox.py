@@ -19,7 +19,7 @@ from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, LOCAL_KINDS, B, F, Mode, Task
 from rrfp.model.visits import Visits
-from rrfp.plain import shown, value_error, whole
+from rrfp.plain import shown
 
 
 class Mailbox:
@@ -99,16 +99,19 @@ class Mailbox:
 
     def pack(self, task: Task, peer: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """The tensors of ``task``'s output for the stage ``peer``, and their description."""
-        stage_of = self._graph.placement.stage_of
+        stage_of = self._graph.stage_of
         skipped = self._visits.skipped_by(task.microbatch)
         if task.kind is F:
             after = self._graph.successors[task.virtual_stage]
-            payload = self._read(task, [w for w in after if stage_of(w) == peer and w not in skipped])
+            payload = self._read(task, [w for w in after if stage_of[w] == peer and w not in skipped])
             return payload.tensors, {"structure": payload.structure}
-        own = {u: payload for u, payload in self._backward[task].items() if stage_of(u) == peer}
-        payloads = {u: Payload() if u in skipped else payload for u, payload in own.items()}
-        tensors = tuple(tensor for payload in payloads.values() for tensor in payload.tensors)
-        return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}
+        tensors, parts = list[Tensor | None](), list[tuple[int, int]]()
+        for u, payload in self._backward[task].items():
+            if stage_of[u] == peer:
+                own = () if u in skipped else payload.tensors
+                tensors += own
+                parts.append((u, len(own)))
+        return tuple(tensors), {"parts": parts}
 
     def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
         """Keep another rank's output; a ProtocolError if its description is wrong."""
@@ -125,13 +128,15 @@ class Mailbox:
             for virtual_stage, count in body["parts"]:
                 if virtual_stage in payloads:
                     raise ValueError(f"virtual stage {virtual_stage} comes twice")
-                whole(f"tensors for virtual stage {shown(virtual_stage)}", count, 0, len(rest), error=value_error)
+                if type(count) is not int or not 0 <= count <= len(rest):
+                    text = f"{shown(count)}, must be a whole number 0..{len(rest)}"
+                    raise ValueError(f"tensors for virtual stage {shown(virtual_stage)}: {text}")
                 payloads[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{task} arrived with a malformed description: {error!r}") from None
-        stage_of = self._graph.placement.stage_of
-        readers = {u for u in self._graph.predecessors[task.virtual_stage] if stage_of(u) == self._stage}
-        if rest or set(payloads) != readers:
+        stage_of = self._graph.stage_of
+        readers = {u for u in self._graph.predecessors[task.virtual_stage] if stage_of[u] == self._stage}
+        if rest or payloads.keys() != readers:
             raise ProtocolError(f"{task} arrived with gradients for {list(payloads)}, expected {sorted(readers)}")
         self._backward[task] = payloads
 

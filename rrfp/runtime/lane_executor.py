@@ -201,7 +201,7 @@ class LaneExecutor:
     def _complete(self, task: Task, execution: Execution[tuple[int, int]]) -> None:
         self._enqueued -= 1
         self.completed += 1
-        self.running_since = self._lane.now()
+        self.running_since = execution.ended  # of the task behind it, if there is one
         self._recorder.ran(task, execution.started, execution.ended, execution.launched)
         self._device_waits.saw(task, execution)
         held, output = execution.result
