@@ -142,13 +142,13 @@ class HeaderChecks:
 
     def _plain(self, value: Any, depth: int) -> None:
         items: Collection[Any]
-        if isinstance(value, _ARRAYS):
-            items = value
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             items = value.values()
             for key in value:
-                if not isinstance(key, str):
+                if type(key) is not str and not isinstance(key, str):
                     self.fail("body", f"has the key {shown(key)}, keys must be strings")
+        elif isinstance(value, _ARRAYS):
+            items = value
         elif isinstance(value, _SCALARS):
             return
         else:  # msgpack's timestamps and extension types, and what no message can hold
