@@ -78,7 +78,7 @@ def test_tp_simulated_compares_every_way_at_every_number_of_ranks() -> None:
         assert agreed["rounds"] == pytest.approx(1 + agreed["failed"])
         # A proposal and an outcome; after a failed round a prompt as well.
         assert agreed["messages"] == pytest.approx((2 * agreed["rounds"] + agreed["failed"]) * (tp - 1))
-        assert 0 < agreed["failed"]
+        assert agreed["failed"] > 0
     free, slow = document["control"]
     assert free["over_free_leader"]["leader"] == {"mean": 1, "deviation": 0}
     assert slow["over_free_leader"]["leader"]["mean"] > 1

@@ -75,8 +75,8 @@ def test_a_leader_two_ahead_hides_an_order_behind_compute() -> None:
 
 def test_a_round_of_agreement_waits_for_the_last_proposal() -> None:
     # A message takes 0.25. Rank 1 proposes F0@0 at 0, rank 0 announces it at 0.25: 0.5-1.5. On stage 1 rank 0 proposes
-    # F0@1 at 2, rank 1 at 2.5, heard at 2.75: 3-4; both propose B0@1 at 4: 4.5-5.5. B0@0 reaches rank 1 of stage 0 at 6,
-    # heard at 6.25, and rank 0 at 6.5, which has only to announce it: starts 6.75.
+    # F0@1 at 2, rank 1 at 2.5, heard at 2.75: 3-4; both propose B0@1 at 4: 4.5-5.5. B0@0 is ready on rank 1 of stage 0
+    # at 6, heard at 6.25, and on rank 0 at 6.5, which has only to announce it: starts 6.75.
     result = groups(Agreement(gather_seconds=0.5))
     assert timeline(result) == ["F0@0:0.5 B0@0:6.75", "F0@1:3 B0@1:4.5"]
     # Ready on all ranks: F0@0 at 0, B0@0 at 6.5; F0@1 at 2.5, B0@1 at 4.
@@ -106,8 +106,8 @@ def test_ranks_that_see_different_heads_leave_a_ready_task_lying() -> None:
 
 def test_a_pick_that_changes_after_a_failed_round_calls_the_next_one() -> None:
     # A message takes 0.125, so stage 0 starts at 0.25 and 1.5. Rank 1 has F0@1 at 1.25 and proposes it. Rank 0 proposes
-    # F1@1 at 2.5, and the round has failed. At 2.5625 F0@1 comes there: rank 0 proposes it, and asks rank 1, which hears
-    # that at 2.6875 and proposes it again; rank 0 announces it at 2.8125.
+    # F1@1 at 2.5, and the round has failed. At 2.5625 F0@1 comes there: rank 0 proposes it and asks rank 1, which hears
+    # that at 2.6875, and proposes it again; rank 0 announces it at 2.8125.
     ranks = latencies([[[1.3125, 0.0], [0.0, 9.0]]], [[[0.0, 0.0]] * 2])
     result = run_tensor_parallel(TWO, ranks, bf, [Limit()] * 2, Agreement(gather_seconds=0.25))
     assert timeline(result)[1].split()[0] == "F0@1:2.9375"
@@ -126,7 +126,7 @@ def test_agreement_never_ends_with_a_hint_that_goes_by_arrivals() -> None:
         "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
         "  stage 1, tp 0 (rank 2) waits for: F0@1 (proposed to its group, which does not agree)",
         "  stage 1, tp 1 (rank 3) waits for: F1@1 (proposed to its group, which does not agree)",
-        "hint FirstCome picks by more than the ready set, and needs a leader (coordination='leader')",
+        "hint FirstCome picks by more than the ready set, and needs coordination='leader'",
     ]
 
 

@@ -337,8 +337,8 @@ class GroupRun(TimedCluster[Node]):
                 disputes = [*self._disputes(stage)]
                 lines += disputes or [wait_line(topology.name, texts)]
                 if disputes:
-                    name = type(timeline.core.hint).__name__
-                    remedy = f"\nhint {name} picks by more than the ready set, and needs a leader (coordination='leader')"
+                    hint = type(timeline.core.hint).__name__
+                    remedy = f"\nhint {hint} picks by more than the ready set, and needs coordination='leader'"
         if lines:
             head = "deadlock: every group is idle and nothing is in flight"
             raise DeadlockError("\n  ".join([head, *lines]) + remedy)
