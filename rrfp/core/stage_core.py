@@ -33,7 +33,7 @@ from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, Task
 from rrfp.model.visits import Visits
 
 
@@ -338,12 +338,12 @@ class StageCore:
             self._observe(event)
         return instructions
 
-    def _on_announced(self, event: ev.Announced) -> Instructions:
+    def _on_begun_reported(self, event: ev.BegunReported) -> Instructions:
         step = self._step
         # It travels apart from outputs, so it may come before this rank has opened the step, or after its end.
         if step is None or step.finished or event.step != step.id:
             return ()
-        return HANDLERS[ev.Announced](step, event)
+        return HANDLERS[ev.BegunReported](step, event)
 
     def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
         step = self._step
@@ -389,7 +389,6 @@ class StageCore:
         visits = Visits(event.microbatches) if event.visits is None else event.visits
         if visits.microbatches != event.microbatches:
             raise ConfigError(f"visits are of {visits.microbatches} microbatches, must be of {event.microbatches}")
-        step_id = StepId(event.step, event.mode, event.microbatches)
         context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self.in_order))
         rule = self._admission or rule_of(self.limit.rule, context)
         visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]
@@ -402,16 +401,14 @@ class StageCore:
             sizes=event.sizes,
         )
         step = Step(
-            step_id,
+            event,
+            visits,
             self.graph,
             self.stage,
             admission,
-            visits,
             group=self.group,
             in_order=self.in_order,
             durations=self._durations,
-            sizes=event.sizes,
-            size_correlation=event.size_correlation,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
         order = None
@@ -435,7 +432,7 @@ class StageCore:
     def _open_pauses(self, step: Step, view: StageView) -> None:
         # In a group a wait would be one of all ranks: it has none.
         if step.id.mode is Mode.TRAIN and self.group.size == 1:
-            step.pauses.announces = self.hint.announces(view)
+            step.pauses.reports_begun = self.hint.reports_begun(view)
             step.pauses.is_wanted = type(self.hint).awaits is not Hint.awaits
 
     def _order_microbatches(self, step: Step, view: StageView) -> tuple[int, ...] | None:
@@ -457,7 +454,7 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.ReadyReported: StageCore._on_peer,
     ev.Ordered: StageCore._on_peer,
     ev.Consumed: StageCore._on_peer,
-    ev.Announced: StageCore._on_announced,
+    ev.BegunReported: StageCore._on_begun_reported,
     ev.HeldReported: StageCore._on_held_reported,
     ev.Aborted: StageCore._on_aborted,
 }

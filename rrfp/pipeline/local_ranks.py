@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.program import StageProgram
+from rrfp.compute.torch_stage import TorchStage
 from rrfp.devices.base import Device
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.topology import Topology
-from rrfp.pipeline.delivery import Delivery
+from rrfp.pipeline.callback_runner import CallbackRunner
 from rrfp.pipeline.method import summary
 from rrfp.pipeline.options import Options
 from rrfp.runtime.grad_clipping import GradientHolder
@@ -45,7 +46,7 @@ class LocalRanks:
     #: V of the whole pipeline; 0: one for each program.
     virtual_stages: int = 0
     #: Notifies the callbacks.
-    delivery: Delivery = field(default_factory=Delivery)
+    callbacks: CallbackRunner = field(default_factory=CallbackRunner)
     #: Of this process's rank, whose start may fail; None where all ranks are in this process.
     failed_starts: FailedStarts | None = None
     #: The name that the caller passed.
@@ -67,6 +68,11 @@ class LocalRanks:
     def are_all(self) -> bool:
         """Whether these are all ranks of the job."""
         return len(self.topologies) == self.topologies[0].world
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether their tasks exclude each other: those of torch on a CPU do, see `rrfp.compute.rng`."""
+        return len(self.programs) > 1 and not self.devices and any(isinstance(p, TorchStage) for p in self.programs)
 
     def __str__(self) -> str:
         """Their stages and method."""
