@@ -36,6 +36,9 @@ STEPS_THREAD = 0
 #: An argument of a task on a device: when its call returned, in microseconds on the axis of the file.
 LAUNCHED = "launched"
 
+#: An argument of a task: the bytes that its microbatch holds on its virtual stage after it.
+BYTES = "bytes"
+
 #: The argument of a step that has the sizes of its microbatches.
 SIZES = "sizes"
 
@@ -199,6 +202,8 @@ class _Step:
         }
         if span.launched is not None:
             args[LAUNCHED] = self._microseconds(span.launched)
+        if span.num_bytes:
+            args[BYTES] = span.num_bytes
         name = str(span.task) if self._graph is None else self._graph.text_of(span.task)
         return self._slice("computation", name, _thread(span.stage), span.start, span.end, args)
 
