@@ -26,6 +26,7 @@ from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
+from rrfp.trace.job_data import JOB, TracedJob
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
 Event = dict[str, Any]
@@ -53,11 +54,16 @@ _INSIDE = 1e-6
 
 
 def write_chrome(
-    path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline", graph: TaskGraph | None = None
+    path: str | os.PathLike[str],
+    traces: Sequence[StepTrace],
+    *,
+    name: str = "pipeline",
+    graph: TaskGraph | None = None,
+    job: TracedJob | None = None,
 ) -> None:
     """Write the steps of one run to a file, replacing its content."""
-    stages = _stages(traces)
-    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)])
+    stages, other = _stages(traces), None if job is None else {JOB: job.to_plain()}
+    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)], other)
 
 
 @dataclass(frozen=True, slots=True)
