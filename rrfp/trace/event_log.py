@@ -2,7 +2,7 @@
 
     {"rrfp events": 1, "rank": 1, "mesh": {...}, "why": "...", "stage": 1, "graph": {...}, ...}
     {"known": {"step": 6, ...}, "open": true, "order": null}     a step begins: what the core knew before it
-    ["StepOpened", 6, "train", 4, null, null, null]                   an event: its name, and its fields in order
+    ["StepOpened", 6, "train", 4, null, null, null, null]             an event: its name, and its fields in order
     ["Arrived", [6, "train", 4], "F0@0", 4096, null]
     {"state": {...}}                                                  what came of them
 
