@@ -71,6 +71,14 @@ class StagePeaks:
 
 
 @record
+class StageSlots:
+    """The chunk tasks that ``stage`` might hold in a step."""
+
+    stage: int
+    slots: int
+
+
+@record
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all."""
 
@@ -95,6 +103,8 @@ class StepTrace:
     #: Of the microbatches, as the caller gave them (``step(sizes=...)``), or None. Merged, None where ranks received
     #: different ones.
     sizes: tuple[float, ...] | None = None
+    #: The limit of each stage, by stage, where it changes from step to step; else empty.
+    limits: tuple[StageSlots, ...] = ()
 
     @property
     def num_spans(self) -> int:
@@ -146,6 +156,7 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         peaks=_worst(peak for part in parts for peak in part.peaks),
         skipped=parts[0].skipped,
         sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
+        limits=tuple(sorted({limit for part in parts for limit in part.limits}, key=lambda limit: limit.stage)),
     )
 
 
