@@ -24,6 +24,7 @@ from rrfp.callbacks import RunAborted
 from rrfp.cli import app
 from rrfp.costs import from_json
 from rrfp.errors import ConfigError
+from rrfp.hints import BegunReported
 from rrfp.hints.registry import HINTS
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.pipeline.options import option_table
@@ -72,6 +73,9 @@ def test_a_renamed_name_still_works_and_names_the_new_one() -> None:
     assert caught[0].filename == __file__
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = callbacks.nothing
+    with pytest.warns(DeprecationWarning, match=r"rrfp\.hints\.Announced is now rrfp\.hints\.BegunReported"):
+        from rrfp.hints import Announced
+    assert Announced is BegunReported
 
 
 #: Every name that programs, plugins and files of users rely on. `python tests/test_public_names.py` writes it anew.

@@ -53,7 +53,7 @@ from benchmarks.shared.options import parsed, parser_of
 from rrfp.callbacks import Callback, Csv, JsonLines, Progress, Prometheus, TensorBoard
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
-from rrfp.pipeline.delivery import Delivery
+from rrfp.pipeline.callback_runner import CallbackRunner
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime import records
 from rrfp.runtime.steps.reports import ResourceMeter, StageReport
@@ -83,9 +83,9 @@ class Clocked:
     #: The code that a step runs for callbacks outside of their own thread. A rank runs each once a step.
     FUNCTIONS: tuple[tuple[type[Any], str], ...] = (
         (ResourceMeter, "read"),
-        (Delivery, "step_begun"),
-        (Delivery, "step_ended"),
-        (Delivery, "_wake"),
+        (CallbackRunner, "step_begun"),
+        (CallbackRunner, "step_ended"),
+        (CallbackRunner, "_wake"),
     )
 
     def __init__(self) -> None:

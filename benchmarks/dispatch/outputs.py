@@ -14,7 +14,7 @@ from rrfp.compute.buffers import BufferMemory
 from rrfp.compute.mailbox import Mailbox, run_task
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
-from rrfp.compute.received import Returned
+from rrfp.compute.read_only import Returned
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId, Task

@@ -1,7 +1,7 @@
 """The hints benchmark as a picture; only this file of it draws.
 
-A row a method, so that no method hides another: its points are the numbers of stages, from left to right the percent
-above the bound.
+Two panels: the memory of 1F1B, and twice as many microbatches on every stage. A row a method, so that no method hides
+another: its points are the numbers of stages, from left to right the percent above the bound.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ if TYPE_CHECKING:
 
 #: Colour and shape of each number of stages: darker and of another shape as they grow.
 _STYLES = (("#9ecae1", "o"), ("#6baed6", "s"), ("#3182bd", "^"), ("#08519c", "D"), ("#1b1f24", "P"))
+#: The workload that is drawn.
+PROFILE = "mllm"
 _MEMORY = {"1f1b": "N - i on stage i", "N": "N", "2N": "2N"}
 
 
 def plot(figures: Figures, path: Path) -> None:
-    """A row of panels a profile, a panel a limit, a line a method: percent above the bound, mean over jitter levels."""
+    """A panel a limit, a row a method: percent above the bound, mean over jitter levels; of mllm where it ran."""
     require_matplotlib()
     from matplotlib.figure import Figure as Picture
 
-    methods = [*figures.strict, *figures.hints]
-    picture = Picture(figsize=(11.0, 0.6 + len(figures.profiles) * (0.75 + 0.26 * len(methods))), facecolor="white")
-    grid = picture.subplots(len(figures.profiles), len(LIMITS), sharex="row", sharey=True, squeeze=False)
-    for axes_row, profile in zip(grid, figures.profiles, strict=True):
-        for axes, limit in zip(axes_row, LIMITS, strict=True):
-            _panel(axes, figures, profile, limit, methods)
-    for axes in grid[-1]:
+    profile = PROFILE if PROFILE in figures.profiles else figures.profiles[0]
+    limits = (LIMITS[0], LIMITS[-1])
+    ran = {row.method for limit in limits for row in figures.rows if row.limit == limit}
+    methods = [method for method in (*figures.strict, *figures.hints) if method in ran]
+    picture = Picture(figsize=(9.7, 1.35 + 0.3 * len(methods)), facecolor="white")
+    grid = picture.subplots(1, len(limits), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, limit in zip(grid, limits, strict=True):
+        _panel(axes, figures, profile, limit, methods)
         axes.set_xlabel("percent above the bound", fontsize=TEXT_SIZE, color=MUTED)
-    handles, labels = grid[0][-1].get_legend_handles_labels()
+    handles, labels = grid[-1].get_legend_handles_labels()
     picture.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=TEXT_SIZE, frameon=False)
     picture.tight_layout(rect=(0, 0.28 / picture.get_figheight(), 1, 1))
     save_picture(path, lambda: picture)

@@ -19,20 +19,20 @@ class PauseTimer:
         self._core = core
         self._now = now
         self._wake = wake
-        #: The forward that was announced last, and when.
-        self._announced: Task | None = None
-        self._announced_at = 0.0
+        #: The forward whose beginning was reported last, and when.
+        self._begun: Task | None = None
+        self._begun_at = 0.0
         self._num_begun = 0
 
-    def announced(self, event: ev.Announced) -> None:
+    def begun_reported(self, event: ev.BegunReported) -> None:
         """``event`` reaches the core now."""
-        self._announced, self._announced_at = event.task, self._now()
+        self._begun, self._begun_at = event.task, self._now()
 
     def idles(self, pause: ev.Idle) -> bool:
         """Whether the stage, whose core has decided ``pause``, idles; if not, the core decides on a task next."""
         if self._core.is_pausing:
             return True
-        if self._announced != pause.awaited or pause.due - (self._now() - self._announced_at) > pause.longest:
+        if self._begun != pause.awaited or pause.due - (self._now() - self._begun_at) > pause.longest:
             self._core.apply(ev.PauseEnded())
             return False
         self._core.apply(ev.PauseBegun())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import StageProgram
-from rrfp.compute.received import Returned
+from rrfp.compute.read_only import Returned
 from rrfp.errors import ProtocolError, StageError
 from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph

@@ -26,7 +26,7 @@ from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.compute.received import ReadOnly, Received, write_counter
+from rrfp.compute.read_only import ReadOnly, Received, write_counter
 from rrfp.compute.rng import RandomForks, SeedNotice, devices_of
 from rrfp.compute.split.autograd_graph import Root, run_backward
 from rrfp.compute.split.backward import SplitBackward, Unsplittable

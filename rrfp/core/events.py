@@ -118,7 +118,7 @@ class Consumed:
 
 
 @record
-class Announced:
+class BegunReported:
     """The forward ``task`` has begun on another stage, and its output comes here. Only advice: see `rrfp.core.step`.
 
     Attributes:
@@ -193,7 +193,7 @@ Event = (
     | Completed
     | SendReleased
     | Consumed
-    | Announced
+    | BegunReported
     | PauseBegun
     | PauseEnded
     | ReadyReported
@@ -222,7 +222,7 @@ class Idle:
     Attributes:
         task: the backward that would run.
         awaited: the forward of another stage for whose output the stage waits.
-        due: seconds from its announcement to its expected arrival.
+        due: seconds from the report that it has begun to its expected arrival.
         longest: seconds; where the arrival is expected later than that from now, the stage does not wait.
     """
 
@@ -233,7 +233,7 @@ class Idle:
 
 
 @record
-class Announce:
+class ReportBegun:
     """Tell stage ``peer`` that this stage has begun the forward ``task``, which is expected to take ``seconds``."""
 
     task: Task
@@ -298,4 +298,4 @@ class FinishStep:
     step: StepId
 
 
-Instruction = Run | Idle | Announce | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+Instruction = Run | Idle | ReportBegun | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep

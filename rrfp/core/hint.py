@@ -7,8 +7,9 @@ answer that is not ready.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from rrfp.core.events import Event
 from rrfp.core.ready_set import ReadySet
@@ -108,6 +109,16 @@ class View(Protocol):
         """
 
 
+def _announces(reports_begun: Callable[[Any, View], bool]) -> Callable[[Any, View], bool]:
+    """The old name of ``reports_begun``."""
+
+    def announces(self: Any, view: View) -> bool:
+        warnings.warn("Hint.announces is now Hint.reports_begun", DeprecationWarning, stacklevel=2)
+        return reports_begun(self, view)
+
+    return announces
+
+
 class Hint(Protocol):
     """A policy that prioritizes ready tasks. Subclass it and implement ``choose``; one instance serves one stage.
 
@@ -148,8 +159,8 @@ class Hint(Protocol):
         """
         return None
 
-    def announces(self, view: View) -> bool:
-        """Whether this stage announces the forwards that it begins to the stages that read them, for `awaits` there.
+    def reports_begun(self, view: View) -> bool:
+        """Whether this stage reports the forwards that it begins to the stages that read them, for `awaits` there.
 
         Asked once a step, after `open_step`; training only.
 
@@ -158,10 +169,22 @@ class Hint(Protocol):
         """
         return False
 
-    def awaits(self, task: Task, view: View) -> bool:
-        """Whether the stage is to idle a moment for an announced forward rather than begin the backward ``task``.
+    announces: Callable[..., bool] = _announces(reports_begun)
 
-        Asked only where an announced forward is on its way here, and while the one wait before a backward is not over.
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "reports_begun" in own:
+            cls.announces = own.get("announces", _announces(own["reports_begun"]))
+        elif "announces" in own:
+            text = f"{cls.__module__}.{cls.__qualname__}.announces is now reports_begun: rename it"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            cls.reports_begun = own["announces"]  # type: ignore[method-assign]
+
+    def awaits(self, task: Task, view: View) -> bool:
+        """Whether the stage is to idle a moment for a forward on its way here rather than begin the backward ``task``.
+
+        Asked only where such a forward was reported as begun, and while the one wait before a backward is not over.
         The core bounds the wait: `rrfp.core.step`.
 
         Args:

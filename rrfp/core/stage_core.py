@@ -340,12 +340,12 @@ class StageCore:
             self._observe(event)
         return instructions
 
-    def _on_announced(self, event: ev.Announced) -> Instructions:
+    def _on_begun_reported(self, event: ev.BegunReported) -> Instructions:
         step = self._step
         # It travels apart from outputs, so it may come before this rank has opened the step, or after its end.
         if step is None or step.finished or event.step != step.id:
             return ()
-        return HANDLERS[ev.Announced](step, event)
+        return HANDLERS[ev.BegunReported](step, event)
 
     def _on_held_reported(self, event: ev.HeldReported) -> Instructions:
         step = self._step
@@ -438,7 +438,7 @@ class StageCore:
     def _open_pauses(self, step: Step, view: StageView) -> None:
         # In a group a wait would be one of all ranks: it has none.
         if step.id.mode is Mode.TRAIN and self.group.size == 1:
-            step.pauses.announces = self.hint.announces(view)
+            step.pauses.reports_begun = self.hint.reports_begun(view)
             step.pauses.is_wanted = type(self.hint).awaits is not Hint.awaits
 
     def _order_microbatches(self, step: Step, view: StageView) -> tuple[int, ...] | None:
@@ -460,7 +460,7 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.ReadyReported: StageCore._on_peer,
     ev.Ordered: StageCore._on_peer,
     ev.Consumed: StageCore._on_peer,
-    ev.Announced: StageCore._on_announced,
+    ev.BegunReported: StageCore._on_begun_reported,
     ev.HeldReported: StageCore._on_held_reported,
     ev.Aborted: StageCore._on_aborted,
 }

@@ -17,15 +17,15 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
     ReadyReported  leader awaits it, the first time    the task lacks one report fewer
     Ordered        follower, the next log entry        readers here lack one input fewer
     Previewed      of a forward here                   its expected bytes change
-    Enqueued       ready (follower: next in its log)   F takes a slot, the last kind frees   leader: Order; F: Announce
-                                                       it; readers lack one input fewer
+    Enqueued       ready (follower: next in its log)   F takes a slot, the last kind frees   leader: Order;
+                                                       it; readers lack one input fewer      forward: ReportBegun
     Completed      the oldest in flight                bytes are counted; its output gets    Send to each peer; Release
                                                        users, its inputs lose one            and Credit of inputs; after
                                                                                              the last task ReduceChunk
     SendReleased   that send is on its way             the output loses a user               after the last Release
     Consumed       forward only, that peer owes it     the last one frees slot and bytes
     HeldReported   leader, ordered, the first time     bytes of a follower are counted
-    Announced      a forward that is read here         a hint may wait for it
+    BegunReported  a forward that is read here         a hint may wait for it
     PauseBegun                                         the stage idles by choice
     PauseEnded                                         the next backward is not waited before
     ChunkReduced   its tasks are done, the first time  its gradients are final
@@ -73,8 +73,8 @@ from rrfp.model.visits import Visits
 #: The longest wait, in mean durations of the backward that waits.
 LONGEST = 2.0
 
-#: Seconds. A shorter forward is not announced: it ends at about the time when another rank has heard of it.
-SHORTEST_ANNOUNCED_S = 0.001
+#: Seconds. The beginning of a shorter forward is not reported: it ends at about the time when another rank hears of it.
+SHORTEST_REPORTED_S = 0.001
 
 
 class Pauses:
@@ -83,47 +83,47 @@ class Pauses:
     A backward that begins moments before a forward arrives delays that forward by the whole backward, and the stages
     behind run dry. So a hint may prefer to wait (`rrfp.core.hint.Hint.awaits`), within these bounds:
 
-    - only for a forward that another stage announced when it began it, one that takes a millisecond at least;
+    - only for a forward whose beginning another stage has reported, one that takes a millisecond at least;
     - at most two mean durations of that backward, and not at all if the forward is expected later;
     - once before each backward: when the wait is over, the backward or a forward runs next.
 
-    Durations come in events, and the shell times the wait, so no clock is needed. Announcements are advice: one that is
+    Durations come in events, and the shell times the wait, so no clock is needed. Reports are advice: one that is
     lost, late or repeated changes when tasks run, never whether they do, since a wait ends by itself.
     """
 
-    __slots__ = ("_announced", "_durations", "_is_spent", "_stage", "_states", "announces", "is_on", "is_wanted")
+    __slots__ = ("_begun", "_durations", "_is_spent", "_stage", "_states", "is_on", "is_wanted", "reports_begun")
 
     def __init__(self, stage: int, states: TaskStates, durations: MeanDurations) -> None:
         self._stage = stage
         self._states = states
         self._durations = durations
         #: Whether the hint may prefer to wait; whether other stages hear of the forwards that begin here.
-        self.is_wanted = self.announces = False
+        self.is_wanted = self.reports_begun = False
         #: The forward of another stage that is running there, with its expected seconds from start to arrival.
-        self._announced: tuple[Task, float] | None = None
+        self._begun: tuple[Task, float] | None = None
         #: Whether the one wait before the next backward was begun, or declined.
         self._is_spent = False
         #: Whether the stage waits now.
         self.is_on = False
 
-    def announce(self, event: ev.Announced) -> tuple[()]:
-        """A stage runs one task at a time, so forwards announced before have ended.
+    def begun_reported(self, event: ev.BegunReported) -> tuple[()]:
+        """A stage runs one task at a time, so forwards reported before have ended.
 
         Raises:
-            ProtocolError: if no forward of this stage reads the announced one.
+            ProtocolError: if no forward of this stage reads the reported one.
         """
         kind, m, virtual_stage = task = event.task
         source = self._states.read[kind].get(virtual_stage)
         if kind is not F or source is None or not 0 <= m < len(source.is_available):
-            raise ProtocolError(f"{task} was announced on stage {self._stage}, where no forward reads it")
+            raise ProtocolError(f"{task} was reported as begun to stage {self._stage}, where no forward reads it")
         if not source.is_available[m]:  # else its output was faster
-            self._announced = task, event.seconds
+            self._begun = task, event.seconds
         return ()
 
     def arrive(self, task: Task) -> None:
         """The output of ``task`` is here."""
-        if self._announced is not None and self._announced[0] == task:
-            self._announced = None
+        if self._begun is not None and self._begun[0] == task:
+            self._begun = None
 
     def begin(self) -> tuple[()]:
         """The stage waits from now on."""
@@ -143,16 +143,16 @@ class Pauses:
 
     def before(self, task: Task) -> ev.Idle | None:
         """The wait that is possible before the backward ``task``."""
-        if self._announced is None or (self._is_spent and not self.is_on):
+        if self._begun is None or (self._is_spent and not self.is_on):
             return None
         mean = self._durations.mean(B, self._states.of(task).chunk)
-        return None if mean is None else ev.Idle(task, *self._announced, LONGEST * mean)
+        return None if mean is None else ev.Idle(task, *self._begun, LONGEST * mean)
 
-    def announcements(self, task: Task, state: TaskState) -> Iterator[ev.Announce]:
+    def begun_reports(self, task: Task, state: TaskState) -> Iterator[ev.ReportBegun]:
         """Of the forward ``task`` of this stage, which begins."""
         seconds = self._durations.mean(F, state.chunk)
-        if seconds is not None and seconds >= SHORTEST_ANNOUNCED_S:
-            yield from (ev.Announce(task, peer, seconds) for peer in state.wiring(task.microbatch).peers)
+        if seconds is not None and seconds >= SHORTEST_REPORTED_S:
+            yield from (ev.ReportBegun(task, peer, seconds) for peer in state.wiring(task.microbatch).peers)
 
 
 Instructions = tuple[ev.Instruction, ...]
@@ -306,8 +306,8 @@ class Step:
             self.readiness.enqueue(state, m)
         if self.pauses.is_wanted:
             self.pauses.enqueue(task)
-        if self.pauses.announces and state.takes_slot:
-            return (*instructions, *self.pauses.announcements(task, state))
+        if self.pauses.reports_begun and state.takes_slot:
+            return (*instructions, *self.pauses.begun_reports(task, state))
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
@@ -405,7 +405,7 @@ HANDLERS: dict[type, Callable[[Step, Any], Instructions]] = {
     ev.Completed: Step._on_completed,
     ev.SendReleased: Step._on_send_released,
     ev.Consumed: Step._on_consumed,
-    ev.Announced: lambda step, event: step.pauses.announce(event),
+    ev.BegunReported: lambda step, event: step.pauses.begun_reported(event),
     ev.PauseBegun: lambda step, event: step.pauses.begin(),
     ev.PauseEnded: lambda step, event: step.pauses.end(),
     ev.ReadyReported: lambda step, event: step.group.report(event),

@@ -237,7 +237,7 @@ def _concerns(event: ev.Event, step: Step, task: Task, inputs: frozenset[Task]) 
 
 
 #: The events of a task's inputs: they are here, or on their way.
-_OF_INPUTS = ev.Announced | ev.Arrived | ev.Enqueued | ev.Ordered
+_OF_INPUTS = ev.BegunReported | ev.Arrived | ev.Enqueued | ev.Ordered
 
 
 def _told(core: StageCore, topology: Topology, told: Story) -> list[str]:
@@ -270,7 +270,9 @@ def _what(topology: Topology, event: ev.Event) -> str:
             return f"reported {'ready' if isinstance(event, ev.ReadyReported) else 'complete'} by {reporter}"
         case ev.Ordered():
             return f"ordered as entry {event.sequence}"
-    return type(event).__name__.lower()  # arrived, announced, previewed
+        case ev.BegunReported():
+            return "reported as begun"
+    return type(event).__name__.lower()  # arrived, previewed
 
 
 def _now(core: StageCore, topology: Topology, told: Story) -> str:

@@ -39,7 +39,7 @@ class PauseOver:
 
 
 #: What happens on a stage at a time.
-Happening = ev.Arrived | ev.Completed | ev.Announced | PauseOver
+Happening = ev.Arrived | ev.Completed | ev.BegunReported | PauseOver
 
 
 class EngineClock:
@@ -168,8 +168,8 @@ class _Engine:
     def _apply(self, stage: int, event: Happening, now: float) -> None:
         if type(event) is ev.Completed:
             self._idle[stage] = True
-        elif type(event) is ev.Announced:
-            self._pauses[stage].announced(event)
+        elif type(event) is ev.BegunReported:
+            self._pauses[stage].begun_reported(event)
         elif isinstance(event, PauseOver):
             if self._pauses[stage].is_on(event.number):
                 self._pauses[stage].end()
@@ -232,9 +232,9 @@ class _Engine:
 
     def _begin(self, stage: int, task: Task, now: float) -> None:
         for instruction in self._cores[stage].apply(ev.Enqueued(task)):
-            if type(instruction) is ev.Announce:
-                announced = ev.Announced(self._step, instruction.task, instruction.seconds)
-                heappush(self._heap, (now, next(self._pushed), instruction.peer, announced))
+            if type(instruction) is ev.ReportBegun:
+                begun = ev.BegunReported(self._step, instruction.task, instruction.seconds)
+                heappush(self._heap, (now, next(self._pushed), instruction.peer, begun))
         self._idle[stage] = False
         kind, m, virtual_stage = task
         end = now + self._durations[kind][virtual_stage][m]

@@ -1,9 +1,12 @@
 """Hint policies: the priorities of ready tasks. The names below are those that hints outside this package rely on."""
 
+import warnings
+from typing import Any
+
 from rrfp.core.events import (
     Aborted,
-    Announced,
     Arrived,
+    BegunReported,
     ChunkReduced,
     Completed,
     Consumed,
@@ -28,8 +31,8 @@ from rrfp.model.visits import Visits
 
 __all__ = [
     "Aborted",
-    "Announced",
     "Arrived",
+    "BegunReported",
     "ChunkReduced",
     "Completed",
     "Consumed",
@@ -55,3 +58,13 @@ __all__ = [
     "create_hint",
     "hint_names",
 ]
+
+#: Names of before, which still work, and those of now.
+_RENAMED = {"Announced": "BegunReported"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"rrfp.hints.{name} is now rrfp.hints.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -57,8 +57,8 @@ class Pyramids(Hint):
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         return self.within.choose(ready, view)
 
-    def announces(self, view: View) -> bool:
-        return self.within.announces(view)
+    def reports_begun(self, view: View) -> bool:
+        return self.within.reports_begun(view)
 
     def awaits(self, task: Task, view: View) -> bool:
         return self.within.awaits(task, view)

@@ -81,7 +81,7 @@ class SlotAware(EncoderAware):
         waits_pay = not any(graph.split) or not _differ(view)
         self._is_tight = self.idles and has_one_source and waits_pay and view.slots == self._depth
 
-    def announces(self, view: View) -> bool:
+    def reports_begun(self, view: View) -> bool:
         """Where rule 4 applies: the next stage uses it too."""
         return self._is_tight
 

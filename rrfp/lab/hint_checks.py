@@ -158,8 +158,8 @@ class _Wrapped(Hint):
     def microbatch_order(self, view: View) -> Sequence[int] | None:
         return self._inner.microbatch_order(view)
 
-    def announces(self, view: View) -> bool:
-        return self._inner.announces(view)
+    def reports_begun(self, view: View) -> bool:
+        return self._inner.reports_begun(view)
 
     def awaits(self, task: Task, view: View) -> bool:
         return self._inner.awaits(task, view)

@@ -40,7 +40,7 @@ from rrfp.model.declared import Graph
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement
 from rrfp.model.topology import Topology
-from rrfp.pipeline.delivery import Delivery
+from rrfp.pipeline.callback_runner import CallbackRunner
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks, together
 from rrfp.pipeline.method import DispatchMethod, summary
@@ -227,7 +227,7 @@ class RankBuilder:
         ]
         for rank in self._ranks:
             self._method.check_order(rank.topology, rank.in_order)
-        self._delivery = Delivery(options.callbacks, topologies[0], summary(options))
+        self._callbacks = CallbackRunner(options.callbacks, topologies[0], summary(options))
 
     def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:
         """The tasks of the rank's modules, or the caller's own program."""
@@ -289,7 +289,7 @@ class RankBuilder:
             ties=self._ties.ranks,
             devices=[rank.device for rank in self._ranks if rank.device is not None],
             virtual_stages=self._partition.graph.placement.num_virtual_stages,
-            delivery=self._delivery,
+            callbacks=self._callbacks,
             failed_starts=self._job.failed_starts,
             name=self._job.name,
         )
@@ -348,7 +348,7 @@ class RankBuilder:
                 options.abort_after,
                 options.trace_steps,
                 rank.device,
-                self._delivery if rank is self._ranks[0] else None,  # all ranks notice the same
+                self._callbacks if rank is self._ranks[0] else None,  # all ranks notice the same
                 self._partition.model,
                 None if rank.reducer is None else rank.reducer.reduce,
                 rank.ties,

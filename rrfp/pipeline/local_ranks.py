@@ -13,7 +13,7 @@ from rrfp.compute.program import StageProgram
 from rrfp.devices.base import Device
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.topology import Topology
-from rrfp.pipeline.delivery import Delivery
+from rrfp.pipeline.callback_runner import CallbackRunner
 from rrfp.pipeline.method import summary
 from rrfp.pipeline.options import Options
 from rrfp.runtime.grad_clipping import GradientHolder
@@ -45,7 +45,7 @@ class LocalRanks:
     #: V of the whole pipeline; 0: one for each program.
     virtual_stages: int = 0
     #: Notifies the callbacks.
-    delivery: Delivery = field(default_factory=Delivery)
+    callbacks: CallbackRunner = field(default_factory=CallbackRunner)
     #: Of this process's rank, whose start may fail; None where all ranks are in this process.
     failed_starts: FailedStarts | None = None
     #: The name that the caller passed.

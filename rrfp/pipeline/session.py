@@ -263,9 +263,9 @@ class Session:
             self.thread.close()
         # The loop does not end, or it ended with the work undone.
         self._awaited.fail(RrfpError("the pipeline was left before this was complete"))
-        self.ranks.delivery.end()
+        self.ranks.callbacks.end()
         if self.thread_name is not None:
-            self.ranks.delivery.wait()
+            self.ranks.callbacks.wait()
 
     # Steps.
 
@@ -282,7 +282,7 @@ class Session:
             self._open(plan)
             self._next_step += 1
             self._training_step += mode is Mode.TRAIN
-            self.ranks.delivery.step_begun(plan)
+            self.ranks.callbacks.step_begun(plan)
         return Call("the step", self._step(plan), self._handed_over)
 
     def _plan(self, request: StepRequest) -> Plan:
@@ -314,7 +314,7 @@ class Session:
             runner.hand_over(result.outputs)
         if (pending := result.pending) is not None:
             self._awaited.add(pending.outcome)
-        self.ranks.delivery.step_ended(result)
+        self.ranks.callbacks.step_ended(result)
         return result
 
     # Calls between steps.
@@ -429,7 +429,7 @@ class Session:
         """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""
         self._given_up = error
         self._awaited.fail(error)
-        self.ranks.delivery.aborted(error.origin)
+        self.ranks.callbacks.aborted(error.origin)
         with suppress(RuntimeError):  # the loop ran again, and was closed meanwhile
             self.fail_soon(error)  # should it ever run again: the other ranks must not end a step that failed here
 
@@ -447,7 +447,7 @@ class Session:
             await (connecting if ranks.failed_starts is None else ranks.failed_starts.unless_reported(connecting))
             if not self._time.is_virtual:  # which is not related to the time of other threads and processes
                 self._monitor = ProcessMonitor(
-                    self._runners, ranks.options, str(ranks), give_up, ranks.delivery.stalled
+                    self._runners, ranks.options, str(ranks), give_up, ranks.callbacks.stalled
                 )
                 self._monitor.start()
         except BaseException as error:
@@ -457,7 +457,7 @@ class Session:
             if isinstance(error, PipelineAborted):
                 await self._wait_for_failed_process(error)
             raise
-        ranks.delivery.begin(self._training_step)
+        ranks.callbacks.begin(self._training_step)
 
     async def _connect(self) -> None:
         first_step = self.ranks.options.first_step if self._loaded is None else self._loaded.step
@@ -504,9 +504,9 @@ class Session:
     async def delivered(self) -> None:
         """Wait until all callbacks have had their events, without blocking the loop unless its time is virtual."""
         if self._time.is_virtual:
-            self.ranks.delivery.wait()
+            self.ranks.callbacks.wait()
         else:
-            await self.ranks.delivery.delivered()
+            await self.ranks.callbacks.delivered()
 
     def _fail(self, error: BaseException) -> None:
         """End the pipeline because of ``error`` in the caller's code; no effect on a rank that has failed already."""

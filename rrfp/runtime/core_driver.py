@@ -179,7 +179,7 @@ class CoreDriver:
             echoes = {MessageKind.ECHO: self.follower.on_message}
         self._performers: Mapping[type, Callable[[Any], None]] = {
             ev.Send: self.messenger.send_soon if self.follower is None else self._send_beside_echo,
-            ev.Announce: self.messenger.send_soon,
+            ev.ReportBegun: self.messenger.send_soon,
             ev.Credit: self.messenger.credit,
             ev.Release: self._release,
             ev.ReportReady: self._order,
@@ -256,8 +256,8 @@ class CoreDriver:
 
     def on_event(self, event: ev.Event) -> None:
         """Something happened on this rank, or on another one."""
-        if self._pauses is not None and type(event) is ev.Announced:
-            self._pauses.announced(event)
+        if self._pauses is not None and type(event) is ev.BegunReported:
+            self._pauses.begun_reported(event)
         if type(event) not in self._harmless:
             self.arbiter.kick()  # first, so that the next task starts before sends begin to copy their tensors
         self._context.activity.touch()

@@ -56,8 +56,8 @@ class Messenger:
         self._failed: asyncio.Future[None] | None = None
         #: Frames of no rank of this run.
         self._foreign = RateLimitedLog(logger)
-        #: Outputs and announcements that leave in the loop's next turn.
-        self._leaving: list[ev.Send | ev.Announce] = []
+        #: Outputs and reports that leave in the loop's next turn.
+        self._leaving: list[ev.Send | ev.ReportBegun] = []
         #: By peer and channel, the messages that wait in coroutines of their own: later ones queue behind them.
         self._waiting: Counter[tuple[int, Channel]] = Counter()
 
@@ -146,8 +146,8 @@ class Messenger:
         step, task, _ = self._subject(message)
         seconds = message.body.get("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
-            raise ProtocolError(f"rank {message.sender} announced {task} for {seconds!r} s, must be a float >= 0")
-        self._on_event(ev.Announced(step, task, seconds))
+            raise ProtocolError(f"rank {message.sender} reported {task} for {seconds!r} s, must be a float >= 0")
+        self._on_event(ev.BegunReported(step, task, seconds))
 
     def leave(self, own: Message) -> None:
         """Notify all peers that this rank leaves in order. What they make of it concerns it no more."""
@@ -166,7 +166,7 @@ class Messenger:
         message = Message(Channel.CONTROL, MessageKind.CONSUMED, self._activity.step, credit.task)
         self.post(self._ranks[credit.peer], message)
 
-    def send_soon(self, instruction: ev.Send | ev.Announce) -> None:
+    def send_soon(self, instruction: ev.Send | ev.ReportBegun) -> None:
         """Send a task's output, and report when its memory is free; or notify a peer of a forward that has begun.
 
         It leaves in the loop's next turn: behind the arbiter's, so that the next task starts before tensors are copied.
@@ -181,17 +181,17 @@ class Messenger:
             if self._supervisor.stopping:
                 return
             try:
-                if isinstance(instruction, ev.Announce):
-                    self._send_announcement(instruction)
+                if isinstance(instruction, ev.ReportBegun):
+                    self._send_begun(instruction)
                 else:
                     self._send_output(instruction)
             except BaseException as error:  # in this callback SystemExit of a hint that observes would end the loop
                 self._fail(failure_on_loop(error) or error, instruction.task)
 
-    def _send_announcement(self, announce: ev.Announce) -> None:
-        body = {"seconds": announce.seconds}
-        message = Message(Channel.CONTROL, MessageKind.BEGUN, self._activity.step, announce.task, body=body)
-        self.post(self._ranks[announce.peer], message)
+    def _send_begun(self, report: ev.ReportBegun) -> None:
+        body = {"seconds": report.seconds}
+        message = Message(Channel.CONTROL, MessageKind.BEGUN, self._activity.step, report.task, body=body)
+        self.post(self._ranks[report.peer], message)
 
     def _send_output(self, send: ev.Send) -> None:
         task = send.task

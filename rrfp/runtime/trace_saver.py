@@ -28,9 +28,8 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.steps.plan import Plan
 from rrfp.trace.chrome import ChromeRun, write_runs
-from rrfp.trace.history import TraceHistory
 from rrfp.trace.plain import from_plain, to_plain
-from rrfp.trace.spans import StepTrace, merge, shifted
+from rrfp.trace.spans import StepTrace, TraceHistory, merge, shifted
 
 #: Round trips of a measurement; the shortest one counts.
 ROUND_TRIPS = 8

@@ -251,8 +251,12 @@ _READERS: Mapping[Any, Callable[..., Any]] = {
 _EVENTS: Mapping[str, type] = {event.__name__: event for event in get_args(ev.Event)}
 
 
+#: Names in logs of rrfp 0.1, and those of now.
+_RENAMED = {"Announced": "BegunReported"}
+
+
 def _event(name: str, values: Sequence[Any]) -> Any:
-    kind = _EVENTS.get(name)
+    kind = _EVENTS.get(_RENAMED.get(name, name))
     if kind is None:
         raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
     hints = _fields_of(kind)

@@ -42,9 +42,9 @@ class Stage:
     def _waiting(self, cause: WaitCause) -> None:
         self.did.append(cause.value)
 
-    def announced(self, task: str, seconds: float) -> None:
-        event = ev.Announced(self.script.step, T(task), seconds)
-        self.pauses.announced(event)
+    def begun_reported(self, task: str, seconds: float) -> None:
+        event = ev.BegunReported(self.script.step, T(task), seconds)
+        self.pauses.begun_reported(event)
         self.script.told(event)
 
     def decide(self) -> list[str]:
@@ -57,7 +57,7 @@ class Stage:
 
 def test_a_forward_that_is_expected_within_the_longest_wait_is_awaited_until_it_comes() -> None:
     stage = Stage()
-    stage.announced("F3@0", 22.0)
+    stage.begun_reported("F3@0", 22.0)
     stage.now += 6.0
     assert stage.decide() == ["choice"]
     assert stage.wakes == [(16.0, 1)]
@@ -71,7 +71,7 @@ def test_a_forward_that_is_expected_within_the_longest_wait_is_awaited_until_it_
 
 def test_one_that_is_expected_later_is_not() -> None:
     stage = Stage()
-    stage.announced("F3@0", 22.0)
+    stage.begun_reported("F3@0", 22.0)
     stage.now += 5.9
     assert stage.decide() == ["B1@1"]
     assert stage.wakes == []
@@ -79,7 +79,7 @@ def test_one_that_is_expected_later_is_not() -> None:
 
 def test_the_longest_wait_ends_it() -> None:
     stage = Stage()
-    stage.announced("F3@0", 1.0)
+    stage.begun_reported("F3@0", 1.0)
     stage.now += 50.0  # overdue: it may come at any moment
     assert stage.decide() == ["choice"]
     assert stage.pauses.is_on(1)
@@ -90,13 +90,13 @@ def test_the_longest_wait_ends_it() -> None:
 
 def test_the_end_of_an_earlier_wait_does_not_end_a_later_one() -> None:
     stage = Stage()
-    stage.announced("F3@0", 1.0)
+    stage.begun_reported("F3@0", 1.0)
     stage.decide()
     stage.script.arrived("F3@0")
     stage.decide()
     stage.script.completed("F3@1")
     stage.script.told(ev.Enqueued(T("B1@1")), ev.Completed(T("B1@1"), seconds=8.0))
-    stage.announced("F4@0", 1.0)
+    stage.begun_reported("F4@0", 1.0)
     assert stage.decide() == ["choice"]
     assert not stage.pauses.is_on(1)
     assert stage.pauses.is_on(2)
@@ -107,7 +107,7 @@ def test_no_wait_begins_while_the_lane_is_busy() -> None:
     stage.arbiter = Arbiter(stage.script.core, 2, stage._dispatch, stage._waiting, pauses=stage.pauses)
     stage.script.arrived("F3@0")
     stage.script.enqueued("F3@1")
-    stage.announced("F4@0", 1.0)
+    stage.begun_reported("F4@0", 1.0)
     assert stage.decide() == []
     stage.script.completed("F3@1")
     assert stage.decide() == ["choice"]
@@ -116,5 +116,5 @@ def test_no_wait_begins_while_the_lane_is_busy() -> None:
 def test_an_arbiter_without_a_clock_never_waits() -> None:
     stage = Stage()
     stage.arbiter = Arbiter(stage.script.core, 1, stage._dispatch, stage._waiting)
-    stage.announced("F3@0", 1.0)
+    stage.begun_reported("F3@0", 1.0)
     assert stage.decide() == ["B1@1"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from rrfp.compute.payload import Payload
-from rrfp.compute.received import ReadOnly
+from rrfp.compute.read_only import ReadOnly
 from rrfp.errors import ProtocolError, StageError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rrfp.compute.payload import Payload
-from rrfp.compute.received import Received
+from rrfp.compute.read_only import Received
 from rrfp.compute.torch_stage import SavedForward
 from rrfp.errors import StageError
 

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rrfp import AdoptedGradients, Batch
 from rrfp.compute.payload import Payload, canonical
-from rrfp.compute.received import Received
+from rrfp.compute.read_only import Received
 from rrfp.compute.split.backward import SplitBackward, input_gradients
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import StageError

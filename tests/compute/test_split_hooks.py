@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rrfp.compute.payload import Payload
-from rrfp.compute.received import Received
+from rrfp.compute.read_only import Received
 from rrfp.compute.split.backward import MIN_FLOPS, SplitBackward, input_gradients
 from rrfp.errors import StageError
 

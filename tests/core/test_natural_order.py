@@ -16,7 +16,7 @@ from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import natural_order
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.graph_cases import random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, Task

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import pytest
 
+from rrfp import Hint, View
 from rrfp.core import events as ev
 from rrfp.core.event_history import EventHistory, Known
-from rrfp.core.hint import Hint, View
 from rrfp.core.replay import Recording
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import state_of
@@ -21,7 +21,7 @@ from rrfp.errors import ConfigError, Origin, ProtocolError
 from rrfp.hints.priorities import BackwardForward
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.graph_cases import random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
@@ -204,7 +204,7 @@ EVENTS: list[ev.Event] = [
     ev.Completed(Task(Kind.F, 1, 0), 12, 0.125, 3),
     ev.SendReleased(Task(Kind.F, 1, 0), 2),
     ev.Consumed(StepId(3, Mode.FORWARD, 2), 1, Task(Kind.F, 1, 0)),
-    ev.Announced(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 0), 0.25),
+    ev.BegunReported(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 0), 0.25),
     ev.PauseBegun(),
     ev.PauseEnded(),
     ev.ReadyReported(StepId(3, Mode.TRAIN, 2), 1, Task(Kind.F, 1, 0)),
@@ -225,6 +225,15 @@ def test_every_event_is_the_same_when_it_is_read_from_a_file(tmp_path: Path) -> 
     (step,) = read_event_log(write_event_log(tmp_path, Topology(0, 1), core, "here")).recording.steps
     assert step.events == EVENTS
     assert step.known == Known(3, early=tuple(EVENTS))
+
+
+def test_a_log_with_an_old_name_of_an_event_is_read(tmp_path: Path) -> None:
+    event = ev.BegunReported(StepId(0, Mode.TRAIN, 2), Task(Kind.F, 1, 0), 0.25)
+    lines = lines_of_a_log(tmp_path)
+    lines.insert(3, '["Announced", [0, "train", 2], "F1@0", 0.25]\n')
+    path = tmp_path / "old.jsonl"
+    path.write_text("".join(lines))
+    assert read_event_log(path).recording.steps[0].events[1] == event
 
 
 def lines_of_a_log(folder: Path) -> list[str]:

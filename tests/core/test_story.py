@@ -61,9 +61,9 @@ def test_the_events_and_the_wait_are_there_as_data() -> None:
 def test_an_output_of_another_stage_has_a_story_too() -> None:
     script = recorded()
     assert told(script, "F0@0") == ["owed by stage 0"]
-    script.told(ev.Announced(script.step, T("F0@0"), 0.5))
+    script.told(ev.BegunReported(script.step, T("F0@0"), 0.5))
     script.arrived("F0@0")
-    assert told(script, "F0@0") == ["announced after 0 tasks", "arrived after 0 tasks", "here"]
+    assert told(script, "F0@0") == ["reported as begun after 0 tasks", "arrived after 0 tasks", "here"]
 
 
 def test_what_came_before_the_step_belongs_to_it_and_the_step_before_does_not() -> None:

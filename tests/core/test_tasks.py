@@ -7,8 +7,7 @@ from dataclasses import fields
 import pytest
 from core_script import T
 
-from rrfp import Topology
-from rrfp.compute.program import StageProgram
+from rrfp import StageProgram, Topology
 from rrfp.core.task_state import counters
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError

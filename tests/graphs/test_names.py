@@ -13,17 +13,9 @@ from torch import Tensor, nn
 import rrfp
 from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.errors import RrfpError
-from rrfp.model.names import named, numbered
 
 #: Modules by part.
 Parts = Mapping[str, Any]
-
-
-def test_a_part_of_one_module_has_its_name_and_others_number_their_modules() -> None:
-    text_of = named(("audio", "lm.0", "lm.1"))
-    assert [text_of(v) for v in range(3)] == ["part 'audio'", "module 0 of part 'lm'", "module 1 of part 'lm'"]
-    assert named(()) is numbered
-    assert numbered(2) == "virtual stage 2"
 
 
 class Table(nn.Module):
@@ -159,4 +151,4 @@ def test_a_missing_target_is_wanted_where_the_loss_is() -> None:
 
 def test_a_sparse_table_of_a_replica_is_named_by_its_part() -> None:
     with pytest.raises(RrfpError, match="the submodule 'words' of part 'audio' has sparse=True"):
-        check_not_sparse({1: Table()}, "because", named(("lm", "audio")))
+        check_not_sparse({1: Table()}, "because", ("part 'lm'", "part 'audio'").__getitem__)

@@ -16,7 +16,7 @@ from rrfp.hints.pyramid import Pyramids
 from rrfp.hints.registry import HINTS, create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.graph_cases import SlotLimit, random_visits
+from rrfp.lab.explore.cases import SlotLimit, random_visits
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement

@@ -7,7 +7,7 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.events import Announced, Completed, Enqueued, Idle, Run, StepOpened
+from rrfp.core.events import BegunReported, Completed, Enqueued, Idle, Run, StepOpened
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.costs import make_costs
@@ -295,14 +295,14 @@ def test_a_decision_needs_heads_and_counters_only() -> None:
 
 
 def waiting(*, limit: int | None = 3, split: bool = False, idles: bool = True, microbatches: int = 6) -> Script:
-    """Stage 1 of four after two forwards and a backward; another backward is ready, and a forward is announced."""
+    """Stage 1 of four after two forwards and a backward; another backward is ready, and a forward reported."""
     script = Script(TaskGraph.chain(4, split=split), 1, microbatches, hint=SlotAware(idles=idles), limit=limit)
     script.arrived("F0@0", "F1@0", "B0@2", "B1@2")
     for task in ("F0@1", "F1@1"):
         script.told(Enqueued(Task.parse(task)), Completed(Task.parse(task), seconds=1.0))
     for task in ("B0@1", "W0@1") if split else ("B0@1",):
         script.told(Enqueued(Task.parse(task)), Completed(Task.parse(task), seconds=2.0))
-    script.told(Announced(script.step, Task.parse("F2@0"), 1.0))
+    script.told(BegunReported(script.step, Task.parse("F2@0"), 1.0))
     return script
 
 
@@ -311,14 +311,14 @@ def test_it_waits_for_a_forward_that_is_due_rather_than_begin_a_second_backward(
     script = waiting(split=split)
     assert script.core.decide() == Idle(Task.parse("B1@1"), Task.parse("F2@0"), 1.0, 4.0)
     assert script.core.step is not None
-    assert script.core.step.pauses.announces
+    assert script.core.step.pauses.reports_begun
 
 
 def test_it_waits_only_in_1f1bs_memory_and_if_it_may() -> None:
     cases = [waiting(limit=limit, split=split) for limit in (4, 10, None) for split in (False, True)]
     cases += [waiting(split=split, idles=False) for split in (False, True)]
     assert [str(run.task) for case in cases if isinstance(run := case.core.decide(), Run)] == ["B1@1"] * len(cases)
-    assert not any(case.core.step is None or case.core.step.pauses.announces for case in cases)
+    assert not any(case.core.step is None or case.core.step.pauses.reports_begun for case in cases)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_on_split_stages_it_does_not_wait_where_sizes_differ(
     core = StageCore(TaskGraph.chain(4, split=split), 1, SlotAware(), Limit(3))
     core.apply(StepOpened(0, Mode.TRAIN, 6, sizes))
     assert core.step is not None
-    assert core.step.pauses.announces is waits
+    assert core.step.pauses.reports_begun is waits
 
 
 def test_it_does_not_wait_where_all_microbatches_of_the_step_have_slots() -> None:
@@ -343,7 +343,7 @@ def test_a_forward_that_has_no_slot_or_does_not_exist_is_not_awaited() -> None:
     full = waiting()
     full.arrived("F2@0", "F3@0", "B2@2")
     full.ran("F2@1", "F3@1")  # all slots are taken again
-    full.told(Announced(full.step, Task.parse("F4@0"), 1.0))
+    full.told(BegunReported(full.step, Task.parse("F4@0"), 1.0))
     assert full.core.decide() == Run(Task.parse("B1@1"))
     full.ran("B1@1")
     assert isinstance(full.core.decide(), Idle)

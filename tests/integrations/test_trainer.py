@@ -15,7 +15,7 @@ from integrations.trainers import STEPS, arguments, build, data, figures, with_a
 from torch import Tensor
 
 import rrfp
-from rrfp import ConfigError
+from rrfp import ConfigError, RrfpError
 
 __all__ = ["fork_server"]
 
@@ -130,3 +130,10 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
             further[name] = build
         with pytest.raises(ConfigError, match=rf"^{name} is .*, must not be set with a PipelineTrainer: \w"):
             PipelineTrainer(model, args, stages=rrfp.split(model, 2), microbatches=2, **further)
+
+
+def test_one_that_is_not_entered_says_so(tmp_path: Path) -> None:
+    trainer = pipelined(build(), tmp_path)
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(RrfpError, match=r"^this trainer is not entered: with PipelineTrainer\(...\) as trainer:"):
+            call()

@@ -22,7 +22,7 @@ from rrfp import timeouts
 from rrfp.callbacks import Callback, RunBegun, StepEnded
 from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline import delivery
+from rrfp.pipeline import callback_runner
 from rrfp.testing.clock import EmulatedStage, TimerLane, run_virtual
 
 __all__ = ["fork_server"]
@@ -190,7 +190,7 @@ def test_a_slow_callback_delays_no_step_and_misses_nothing() -> None:
 def test_beyond_the_bound_whole_steps_are_dropped_counted_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(delivery, "MOST_WAITING", 4)
+    monkeypatch.setattr(callback_runner, "MOST_WAITING", 4)
     slow = Slow()
     notes = Notes(slow)
     caplog.set_level(logging.WARNING, "rrfp")
@@ -272,7 +272,7 @@ def test_leaving_in_order_waits_for_a_slow_callback_and_names_it(monkeypatch: py
             lines.append(record.getMessage())
             slow.release.set()
 
-    logger, handler = logging.getLogger("rrfp.pipeline.delivery"), Releases()
+    logger, handler = logging.getLogger("rrfp.pipeline.callback_runner"), Releases()
     logger.addHandler(handler)
     try:
         with pipeline(notes).blocking() as pipe:

@@ -17,7 +17,6 @@ import rrfp
 from rrfp.errors import PipelineAborted
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.faces import BlockingPipeline
-from rrfp.pipeline.partition import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What the user of one rank does inside the ``with`` block.
@@ -67,7 +66,7 @@ class ThreadedRanks:
 
     def __init__(
         self,
-        modules: Sequence[StagePart],
+        modules: Sequence[Any],
         body: Body,
         own: Mapping[int, Mapping[str, Any]] | None = None,
         mesh: Mesh | None = None,

@@ -16,7 +16,7 @@ from runtime.toys import data, loss_fn, stages
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.step import SHORTEST_ANNOUNCED_S
+from rrfp.core.step import SHORTEST_REPORTED_S
 from rrfp.model.tasks import Task
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
@@ -42,10 +42,10 @@ class Recorded(InprocTransport):
 
 
 class Slow(nn.Module):
-    """Takes so long that its forward is worth an announcement."""
+    """Takes so long that its forward is worth a report."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(3 * SHORTEST_ANNOUNCED_S)
+        time.sleep(3 * SHORTEST_REPORTED_S)
         return x
 
 
@@ -63,7 +63,7 @@ def sent() -> Mapping[MessageKind, list[Message]]:
     modules[2][0].weight = modules[0][0].weight  # type: ignore[index]
     modules[0].append(Slow())  # type: ignore[operator]
     with rrfp.local(modules, loss_fn=loss_fn, limit="1f1b", transport=Recorded) as pipe:
-        for _ in range(3):  # forwards are announced once their duration is known
+        for _ in range(3):  # forwards are reported once their duration is known
             pipe.step(batch.inputs, batch.targets)
         pipe.evaluate(batch.inputs, batch.targets)
     ThreadedRanks(programs(), steps(2), mesh=MESH, limit=rrfp.Limit(4, 1 << 30), transport=Recorded).join()

@@ -105,20 +105,20 @@ async def test_a_credit_arrives_as_consumed() -> None:
         assert [(messenger.sent, messenger.received) for messenger in ranks.messengers] == [(0, 1), (1, 0)]
 
 
-async def test_an_announcement_arrives_with_the_seconds_that_are_expected() -> None:
+async def test_the_report_of_a_forward_that_has_begun_arrives_with_the_seconds_that_are_expected() -> None:
     async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
-        ranks.messengers[0].send_soon(ev.Announce(OUTPUT, 1, 0.25))
+        ranks.messengers[0].send_soon(ev.ReportBegun(OUTPUT, 1, 0.25))
         await ranks.receive(1)
-        assert ranks.events == [[], [ev.Announced(STEP, OUTPUT, 0.25)]]
+        assert ranks.events == [[], [ev.BegunReported(STEP, OUTPUT, 0.25)]]
         assert [(messenger.sent, messenger.received) for messenger in ranks.messengers] == [(1, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("seconds", [None, -1.0, 1, float("nan"), float("inf"), "1"])
-async def test_an_announcement_without_a_time_is_refused(seconds: Any) -> None:
+async def test_a_report_of_a_forward_without_a_time_is_refused(seconds: Any) -> None:
     async with TwoRanks([Topology(0, 2), Topology(1, 2)]) as ranks:
         body = {"seconds": seconds}
         await ranks.messengers[0].send(1, Message(Channel.CONTROL, MessageKind.BEGUN, STEP, OUTPUT, body=body))
-        with pytest.raises(ProtocolError, match=r"^rank 0 announced F2@0 for .* s, must be a float >= 0"):
+        with pytest.raises(ProtocolError, match=r"^rank 0 reported F2@0 for .* s, must be a float >= 0"):
             await ranks.receive(1)
 
 

@@ -17,7 +17,6 @@ from runtime.toys import loss_fn, stages
 import rrfp
 from rrfp.errors import ConfigError
 from rrfp.hints.slot_aware import SlotAware
-from rrfp.pipeline.partition import StagePart
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What stage 2 of 4 is given, what all others are, and what all are told.
@@ -76,7 +75,7 @@ def test_ranks_that_follow_torchs_seed_must_have_seeded_it_alike(seeds: tuple[in
     assert [each.state_dict()["seed"] for each in pipelines] == list(seeds)
 
 
-def told(parts: list[StagePart], own: dict[int, Any], options: dict[str, Any]) -> str:
+def told(parts: list[Any], own: dict[int, Any], options: dict[str, Any]) -> str:
     """What every rank is told, within the time that it may take."""
     given = {stage: own.get(stage, options) for stage in range(len(parts))}
     began = time.monotonic()
@@ -96,7 +95,7 @@ def test_a_rank_that_differs_is_one_error_on_all(name: str) -> None:
 @pytest.mark.parametrize("transport", ["inproc", "zmq"])
 @pytest.mark.parametrize("odd", [0, 3])
 def test_a_wrong_number_of_chunks_is_told_though_the_ranks_would_wait_for_other_peers(transport: str, odd: int) -> None:
-    parts: list[StagePart] = [[a, b] for a, b in zip(stages(4), stages(4, seed=1), strict=True)]
+    parts: list[Any] = [[a, b] for a, b in zip(stages(4), stages(4, seed=1), strict=True)]
     parts[odd] = stages(1)[0]
     text = told(parts, {}, {"transport": transport})
     ours, theirs = (1, 2) if odd == 0 else (2, 1)

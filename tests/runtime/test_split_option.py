@@ -12,7 +12,6 @@ import rrfp
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT
 from rrfp.model.tasks import Kind
-from rrfp.pipeline.method import DEFAULT_LIMIT
 
 HINTS = ["bf", "bfw", "bfw-pyramid", "slot-aware", DEFAULT_HINT]
 
@@ -36,7 +35,7 @@ def test_a_default_that_is_written_out_changes_nothing() -> None:
         with rrfp.local(stages(1), loss_fn=loss_fn, **options).blocking() as pipe:  # one stage: no timing matters
             return pipe.step(batch.inputs, batch.targets).peak_bytes
 
-    assert peaks() == peaks(hint=DEFAULT_HINT, limit=DEFAULT_LIMIT, split=False, strict=None)
+    assert peaks() == peaks(hint=DEFAULT_HINT, limit="2n", split=False, strict=None)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class LastInFirstOut(Hint):
 class Hesitant(AnyReady):
     """Prefers any wait to a backward."""
 
-    def announces(self, view: View) -> bool:
+    def reports_begun(self, view: View) -> bool:
         return True
 
     def awaits(self, task: Task, view: View) -> bool:

@@ -11,7 +11,7 @@ from rrfp.core import events as ev
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.priorities import BackwardForward
-from rrfp.lab.explore.graph_cases import random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.lab.explore.search import Deadlock, Exploration, Oracles, StageProblem, _Explorer, explore
 from rrfp.memory.admission import Limit
 from rrfp.memory.rules import Staircase

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 import pytest
 from batches import batches, long
 
-from rrfp.lab.explore.cases import InOrder, explored
-from rrfp.lab.explore.graph_cases import GraphCase, everywhere, graphs_of, random_visits, slots_of, tables_of
+from rrfp.lab.explore.cases import (
+    GraphCase,
+    InOrder,
+    everywhere,
+    explored,
+    graphs_of,
+    random_visits,
+    slots_of,
+    tables_of,
+)
 from rrfp.lab.explore.search import explore
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph

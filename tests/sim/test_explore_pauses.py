@@ -1,8 +1,8 @@
 """Every order in which things can happen to small pipelines that idle by choice: none is stuck, and all tasks run.
 
 The explorer of `rrfp.lab.explore` knows no hints, as a wait that ends by itself is one more delay to it. Here the waits
-are explored as such, on the real cores of all stages: at any moment any output or announcement on its way arrives
-(announcements may be late, or in any order), any wait ends, and any stage decides: it runs a task at one go, or where
+are explored as such, on the real cores of all stages: at any moment any output or report on its way arrives
+(reports may be late, or in any order), any wait ends, and any stage decides: it runs a task at one go, or where
 its core prefers to wait, the wait begins or is declined. What comes while a task runs changes no decision before its
 end.
 """
@@ -30,7 +30,7 @@ from rrfp.model.tasks import Kind, Mode, StepId, Task
 class Patient(BackwardForward):
     """Prefers any wait to any backward."""
 
-    def announces(self, view: View) -> bool:
+    def reports_begun(self, view: View) -> bool:
         return True
 
     def awaits(self, task: Task, view: View) -> bool:
@@ -40,7 +40,7 @@ class Patient(BackwardForward):
 class PatientToo(ForwardBackward):
     """The same on another order."""
 
-    announces, awaits = Patient.announces, Patient.awaits
+    reports_begun, awaits = Patient.reports_begun, Patient.awaits
 
 
 class State:
@@ -53,7 +53,7 @@ class State:
         limits = [Limit.resolve(limit, stage, stages) for stage in range(stages)]
         self.graph = graph
         self.cores = [StageCore(graph, stage, hint(), each) for stage, each in enumerate(limits)]
-        self.mail: Counter[tuple[int, ev.Arrived | ev.Announced]] = Counter()
+        self.mail: Counter[tuple[int, ev.Arrived | ev.BegunReported]] = Counter()
         self.waits = 0
         for core in self.cores:
             core.apply(ev.StepOpened(0, Mode.TRAIN, microbatches))
@@ -74,8 +74,8 @@ class State:
                 case ev.Send(task, peer, consumed):
                     self.mail[peer, ev.Arrived(self.step, task, consumed=consumed)] += 1
                     self.apply(stage, ev.SendReleased(task, peer))
-                case ev.Announce(task, peer, seconds):
-                    self.mail[peer, ev.Announced(self.step, task, seconds)] += 1
+                case ev.ReportBegun(task, peer, seconds):
+                    self.mail[peer, ev.BegunReported(self.step, task, seconds)] += 1
                 case ev.ReduceChunk(virtual_stage):
                     self.apply(stage, ev.ChunkReduced(virtual_stage))
 
@@ -97,7 +97,7 @@ class State:
         following = copy.copy(self)
         following.mail, following.cores = self.mail.copy(), self.cores.copy()
         following.cores[stage] = copy.deepcopy(self.cores[stage], {id(self.graph): self.graph})
-        if isinstance(event, ev.Arrived | ev.Announced):
+        if isinstance(event, ev.Arrived | ev.BegunReported):
             following.mail[stage, event] -= 1
             following.mail = +following.mail
         following.apply(stage, event)
@@ -118,7 +118,7 @@ class Explored(NamedTuple):
 def _core_key(core: StageCore) -> object:
     step = core.step
     assert step is not None
-    pauses = step.pauses.is_on, step.pauses._is_spent, step.pauses._announced
+    pauses = step.pauses.is_on, step.pauses._is_spent, step.pauses._begun
     ready = tuple(core.ready), tuple(core.ready.gated())
     counts = tuple((kind, tuple(step.enqueued[kind])) for kind in Kind)
     available = tuple(bytes(state.is_available) for rows in step.states.read.values() for state in rows.values())
@@ -133,8 +133,8 @@ def explore(start: State) -> Explored:
         state = queue.pop()
         moves = list(state.moves())
         waits += sum(isinstance(event, ev.PauseBegun) for _, event in moves)
-        # Announcements alone change nothing for a stage that has run all of its tasks.
-        if all(isinstance(event, ev.Announced) for _, event in moves) and state.num_done < state.num_tasks:
+        # Reports alone change nothing for a stage that has run all of its tasks.
+        if all(isinstance(event, ev.BegunReported) for _, event in moves) and state.num_done < state.num_tasks:
             stuck.append([core.ready for core in state.cores])
         for move in moves:
             following = state.after(*move)

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 from batches import long
 
-from rrfp.lab.explore.cases import RULE_NAMES, Backward, Grid
-from rrfp.lab.explore.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, random_visits, slots_of
+from rrfp.lab.explore.cases import (
+    GRAPH_RULES,
+    RULE_NAMES,
+    Backward,
+    GraphCase,
+    Grid,
+    everywhere,
+    graphs_of,
+    random_visits,
+    slots_of,
+)
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import Limit
 from rrfp.memory.rules import Reserve, Staircase

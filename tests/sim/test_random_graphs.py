@@ -14,7 +14,7 @@ from rrfp.hints.priorities import BackwardForward, ForwardPriority
 from rrfp.hints.registry import create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
-from rrfp.lab.explore.graph_cases import random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, Task

@@ -28,7 +28,7 @@ BATCH = 300
 TAKES_OUT = (ev.Enqueued, ev.StepOpened, ev.Aborted)
 
 #: Events of a stage that waits for a forward before a backward: in few of these runs. See `core.test_pauses`.
-WAITS = {ev.Announced, ev.PauseBegun, ev.PauseEnded}
+WAITS = {ev.BegunReported, ev.PauseBegun, ev.PauseEnded}
 
 
 class Watched(StageCore):

@@ -16,6 +16,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from rrfp.core.usage import WaitCause
@@ -43,6 +44,16 @@ def figure(rows: list[tuple[str, StepTrace]]) -> Figure:
     return figure
 
 
+def numbers_of(axes: Axes) -> list[Text]:
+    """The microbatches in the boxes; the other texts are annotations."""
+    return [text for text in axes.texts if not isinstance(text, Annotation)]
+
+
+def idle_of(axes: Axes) -> list[str]:
+    """What stands at the end of each row."""
+    return [text.get_text() for text in axes.texts if text.get_text().endswith("idle")]
+
+
 def overlap(one: Bbox, two: Bbox) -> bool:
     return bool(one.x0 < two.x1 and two.x0 < one.x1 and one.y0 < two.y1 and two.y0 < one.y1)
 
@@ -51,7 +62,8 @@ def test_file_is_a_png_of_the_figures_size(rows: list[tuple[str, StepTrace]], tm
     path = tmp_path / "timeline.png"
     plot_timelines(rows, path)
     height, width, _ = imread(path).shape
-    assert (400 < height < 700, 1500 < width < 3000) == (True, True)
+    assert width == 1400
+    assert 400 < height < 700
 
 
 def test_runs_share_one_time_axis(figure: Figure, rows: list[tuple[str, StepTrace]]) -> None:
@@ -61,12 +73,12 @@ def test_runs_share_one_time_axis(figure: Figure, rows: list[tuple[str, StepTrac
     assert above.get_position().y0 > below.get_position().y1
 
 
-def test_nearly_every_box_has_its_number_and_none_leaves_its_box(
+def test_boxes_with_room_have_their_number_and_none_leaves_its_box(
     figure: Figure, rows: list[tuple[str, StepTrace]]
 ) -> None:
     for axes, (_, trace) in zip(figure.axes, rows, strict=True):
-        numbers = {(text.get_position()): text for text in axes.texts[: -len(("title", "makespan"))]}
-        assert len(numbers) > 0.9 * len(trace.tasks)
+        numbers = {text.get_position(): text for text in numbers_of(axes)}
+        assert len(numbers) > 0.5 * len(trace.tasks)
         for box in trace.tasks:
             text = numbers.pop(((box.start + box.end) / 2, box.stage), None)
             if text is None:
@@ -185,8 +197,8 @@ def test_a_window_shows_a_part_of_the_step(rows: list[tuple[str, StepTrace]]) ->
     title, makespan = (text.get_text() for text in axes.texts[-2:])
     shown = f"{start * 1e3:.6g} to {end * 1e3:.6g} ms shown"
     assert (title, makespan) == ("1f1b", f"makespan {trace.end * 1e3:.4g} ms; {shown}")
-    assert len(axes.texts) - 2 > 0.9 * len(tasks.get_paths())
-    for text in axes.texts[:-2]:
+    assert len(numbers_of(axes)) > 0.9 * len(tasks.get_paths())
+    for text in numbers_of(axes):
         assert start <= text.get_position()[0] <= end
     assert not axes.lines  # the step's end is not there
 
@@ -218,7 +230,8 @@ def test_a_step_of_too_thin_boxes_has_the_dense_form() -> None:
     trace = simulate(make_costs("mllm", 6, 200, jitter="J2"), hint="bf", limit=2).result.trace()
     figure = draw_timelines([("many", trace)])
     axes, panel = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["many", f"makespan {trace.end:.4g} s"]
+    assert [text.get_text() for text in axes.texts[-2:]] == ["many", f"makespan {trace.end:.4g} s"]
+    assert not numbers_of(axes)
     assert np.all(np.asarray(boxes(axes)[-1].get_linewidth()) == 0.0)
     assert panel.get_xlim() == axes.get_xlim()
     assert [shape.get_hatch() for shape in boxes(panel)] == [None, None, None, "//////", "...."]
@@ -226,7 +239,15 @@ def test_a_step_of_too_thin_boxes_has_the_dense_form() -> None:
     assert top.max() == pytest.approx(1.0)  # a simulated stage always computes or waits
     detail = draw_timelines([("many", trace)], TimeWindow(0.1 * trace.end, 0.15 * trace.end))
     assert len(detail.axes) == 1
-    assert len(detail.axes[0].texts) > 40
+    assert len(numbers_of(detail.axes[0])) > 40
+    assert len(draw_timelines([("many", trace)], panels=False).axes) == 1
+
+
+def test_each_row_ends_with_the_part_of_the_shown_time_without_a_task() -> None:
+    spans = (TaskSpan(0, Task(Kind.F, 0, 0), 5.0, 8.0), TaskSpan(1, Task(Kind.F, 0, 1), 8.0, 9.0))
+    row = [("one", StepTrace(0, 5.0, 9.0, spans))]
+    assert idle_of(draw_timelines(row).axes[0]) == ["25% idle", "75% idle"]
+    assert idle_of(draw_timelines(row, TimeWindow(2.0)).axes[0]) == ["50% idle", "50% idle"]
 
 
 def test_only_recorded_stages_have_a_row() -> None:
@@ -242,7 +263,7 @@ def test_extreme_sizes_are_drawn_within_bounds(rows: list[tuple[str, StepTrace]]
     many = simulate(costs, strict="1f1b").result.trace(1)
     for name, trace in (("instant", instant), ("many", many)):
         plot_timelines([(name, trace)], tmp_path / f"{name}.png")
-        assert imread(tmp_path / f"{name}.png").shape[1] <= 19 * 144  # inches, and dots an inch
+        assert imread(tmp_path / f"{name}.png").shape[1] == 1400
 
 
 def test_a_run_without_tasks_is_refused() -> None:

@@ -140,6 +140,22 @@ async def test_close_delivers_the_messages_whose_copies_are_under_way() -> None:
             await right.send(0, note())
 
 
+async def test_a_peer_that_is_still_leaving_is_sent_to_until_it_has_left_on_every_channel() -> None:
+    async with shm_pair() as (left, right):
+        last = list(left._links[1].outlets)[-1]  # where it says bye last
+        with copies_held(left) as go:
+            sending = asyncio.create_task(left.send(1, data(filled(LARGE, 1), channel=last)))
+            await stays_pending(sending, "the copy is held")
+            closing = asyncio.create_task(left.close())
+            await stays_pending(closing, "close waits for the copy")
+            await soon(right.send(0, note()), "it has left on two channels of three")
+            go()
+            await soon(closing, "close returns")
+        assert torch.equal(only(await receive(right)), filled(LARGE, 1))
+        with pytest.raises(PeerLostError, match="closed its end"):
+            await right.send(0, note())
+
+
 async def test_a_start_that_is_aborted_while_the_peer_accepts_nothing_says_that_it_was_closed() -> None:
     backlog = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     backlog.bind("\0rrfp-test-full")

@@ -65,6 +65,14 @@ class Layered(ABC):
         """The whole model's output, and its own loss if it can."""
         return sample.call(self.model), None
 
+    def call_layers(self, sample: Sample) -> None:
+        """Call each layer once, with what the whole model calls it with."""
+        self.run(sample)
+
+    def named_cuts(self, cuts: Sequence[int]) -> list[Any]:
+        """The cuts as texts show them."""
+        return list(cuts)
+
     def weights(self) -> Weights:
         """How the model's entries are named and stored."""
         return Weights(self.model)
@@ -221,7 +229,7 @@ def _calls(layered: Layered, sample: Sample) -> _Calls:
     with ExitStack() as stack, torch.no_grad():
         for module in {*layered.before, *layered.layers, *layered.after}:
             stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
-        layered.run(sample)
+        layered.call_layers(sample)
     return calls
 
 

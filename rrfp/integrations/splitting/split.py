@@ -81,6 +81,7 @@ def split(
     cuts: Sequence[int] | Literal["parameters", "times"] | None = None,
     placement: Literal["looped", "v"] = "looped",
     *,
+    at: Sequence[str] | None = None,
     chunks: int | None = None,
     check: bool | None = None,
     sample: Any = None,
@@ -92,18 +93,22 @@ def split(
     Args:
         model: a decoder of transformers whose config has a ``base_model_pp_plan`` (Llama, Qwen3, Mistral, Gemma 2,
             OLMo 2, Qwen3-MoE and others), bare or for causal language modelling; a GPT-2; an ``nn.Sequential``, or a
-            list of blocks of which each is called with the output of the one before.
+            list of blocks of which each is called with the output of the one before. Any other module with ``at``.
         stages: N, the number of pipeline stages.
         cuts: the first layer of each virtual stage but the first; or how to balance the stages, each with all of its
             chunks: ``"parameters"`` (the default) evens out their numbers of parameters, ``"times"`` the measured
             seconds of a forward and a backward. Every rank must get the same: where several ranks measure,
             ``torch.distributed`` must be initialised, and rank 0's cuts count.
         placement: ``"looped"`` or ``"v"``, where a stage has several chunks.
+        at: names of submodules, in the order in which they run: ahead of each the model may be cut, so the layers are
+            what lies between them. torch.fx follows the forward of the model, and of modules that have one of these
+            inside; it must be the same in training and in evaluation. Only inputs that ``sample`` has can be given in a
+            step, without it those that have no default.
         chunks: C, the parts that each stage holds; by default as many as ``cuts`` makes, otherwise 1 when looped and 2
             in a V.
         check: whether to run the whole model and its parts on ``sample`` and compare outputs and all gradients, which
             needs memory for two gradients of each parameter. By default this is done for a family of transformers that
-            RRFP's tests do not cover.
+            RRFP's tests do not cover, and with ``at``.
         sample: a tiny batch to check and to measure with: inputs of the model, as an entry of ``inputs`` of a step. A
             model of transformers needs none.
 
@@ -114,7 +119,8 @@ def split(
         ConfigError: if the arguments do not fit, naming the allowed values, or if the parts do not compute what the
             whole model computes, naming the parameter and the deviation.
     """
-    layered = _layered(model)
+    batch = None if sample is None else Sample(sample)
+    layered = _layered(model, at, batch)
     layout = _layout(stages, placement, chunks, cuts)
     count, virtual_stages = len(layered.layers), layout.num_virtual_stages
     if virtual_stages > count:
@@ -124,7 +130,7 @@ def split(
             f"part{'s' * (count != 1)}, one for each layer"
         )
     or_none(flag, "check", check)
-    batch = layered.sample() if sample is None else Sample(sample)
+    batch = batch or layered.sample()
     if cuts is None or isinstance(cuts, str):
         chosen = _balanced(layered, layout, cuts or "parameters", batch)
     else:
@@ -136,7 +142,11 @@ def split(
     return Split.of(parts, layout, chosen, layered)
 
 
-def _layered(model: Any) -> Layered:
+def _layered(model: Any, at: Any, sample: Sample | None) -> Layered:
+    if at is not None:
+        from rrfp.integrations.splitting.traced import LayeredTraced
+
+        return LayeredTraced(model, at, sample)
     if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
         return LayeredSequential(model)
     if any((base.__module__, base.__name__) == _LIBRARY_MODEL for base in type(model).__mro__):
@@ -145,8 +155,8 @@ def _layered(model: Any) -> Layered:
         return LayeredDecoder(model)
     unwrap = ": pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
     raise ConfigError(
-        f"model is a {type(model).__name__}, must be a model of transformers, an nn.Sequential or a list of "
-        f"modules{unwrap}"
+        f"model is a {type(model).__name__}, must be a model of transformers, an nn.Sequential or a list of modules, "
+        f"or come with at=, names of submodules ahead of which to cut it{unwrap}"
     )
 
 

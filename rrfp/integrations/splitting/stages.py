@@ -177,7 +177,7 @@ class Split(Sequence[SplitStage]):
         """The stages that hold ``parts``, in the order of virtual stages."""
         ties, loss_fn, weights = _ties(layered.model, parts), layered.loss_fn, layered.weights()
         stages: list[SplitStage] = []
-        partition = f"{type(layered.model).__name__} of {len(layered.layers)} layers, cut at {list(cuts)}"
+        partition = f"{type(layered.model).__name__} of {len(layered.layers)} layers, cut at {layered.named_cuts(cuts)}"
         layers = [range(*bounds) for bounds in pairwise((0, *cuts, len(layered.layers)))]
         for stage in range(placement.stages):
             virtual_stages = placement.virtual_stages(stage)

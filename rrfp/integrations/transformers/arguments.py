@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from rrfp.errors import ConfigError
@@ -51,6 +51,15 @@ def check(
         for name in names:
             if value := arguments.get(name) or getattr(args, name, None):
                 raise ConfigError(f"{name} is {value!r}, must not be set with a PipelineTrainer: {reason}")
+
+
+def step_arguments(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
+    """Those of a step of the pipeline, for a batch of the loader."""
+    if not isinstance(labels := batch.pop("labels", None), Tensor):
+        raise ConfigError("a batch has no tensor 'labels', must have one: see data_collator")
+    parts = labels.tensor_split(min(microbatches, len(labels)))
+    weights = [int((part[:, 1:] != -100).sum()) for part in parts]
+    return {"inputs": batch, "targets": labels, "weights": weights, "microbatches": len(parts)}
 
 
 def as_one_process(args: TrainingArguments) -> TrainingArguments:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import rrfp
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, RrfpError
 from rrfp.integrations.splitting.skeleton import forget_others, whole_state_dict
 from rrfp.integrations.splitting.stages import Split
-from rrfp.integrations.transformers.arguments import as_one_process, check, make_one_process
+from rrfp.integrations.transformers.arguments import as_one_process, check, make_one_process, step_arguments
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
@@ -36,7 +36,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     """
 
     _group: dist.ProcessGroup | None = None
-    _is_compared = False
+    _is_compared = _is_entered = False
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def __enter__(self) -> Self:
         self.pipe.__enter__()
+        self._is_entered = True
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -101,17 +102,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _cut(self, inputs: dict[str, Any], *, training: bool) -> dict[str, Any]:
         """The arguments of a step of the pipeline, for a batch of the loader."""
+        if not self._is_entered:
+            raise RrfpError("this trainer is not entered: with PipelineTrainer(...) as trainer: trainer.train()")
         for chunk in self._chunks:
             chunk.train(training)
-        batch = dict(self._prepare_inputs(inputs))
-        if not isinstance(labels := batch.pop("labels", None), Tensor):
-            raise ConfigError("a batch has no tensor 'labels', must have one: see data_collator")
+        batch = step_arguments(dict(self._prepare_inputs(inputs)), self.microbatches)
+        labels = batch["targets"]
         if not self._is_compared and any(each != labels.tolist() for each in self._from_all(labels.tolist())):
             raise ConfigError("the dataset gives other samples on other ranks, must give the same on all")
         self._is_compared = True
-        parts = labels.tensor_split(min(self.microbatches, len(labels)))
-        weights = [int((part[:, 1:] != -100).sum()) for part in parts]
-        return {"inputs": batch, "targets": labels, "weights": weights, "microbatches": len(parts)}
+        return batch
 
     def _from_all(self, value: Any) -> list[Any]:
         values = [value] * (1 if self._group is None else dist.get_world_size(self._group))

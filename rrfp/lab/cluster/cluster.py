@@ -86,7 +86,7 @@ class RankGroup(Generic[NodeT]):
 
 
 #: What one rank sends to another.
-Content = ev.Arrived | ev.Consumed | ev.Announced | GroupMessage
+Content = ev.Arrived | ev.Consumed | ev.BegunReported | GroupMessage
 
 
 class Envelope(NamedTuple):
@@ -242,9 +242,9 @@ class Cluster(ABC, Generic[NodeT]):
             assert protocol is not None, f"{node.rank.name} runs alone, and gets {content}"
             protocol.on_message(packet.sender.member, content)
             return
-        if isinstance(content, ev.Announced):
+        if isinstance(content, ev.BegunReported):
             if node.pauses is not None:
-                node.pauses.announced(content)
+                node.pauses.begun_reported(content)
         elif isinstance(content, ev.Arrived):
             node.checker.arrive(content.step, content.task)
         elif content.step == node.step_or_none:
@@ -313,9 +313,9 @@ class Cluster(ABC, Generic[NodeT]):
                 arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
                 self.send(Envelope(node.rank, self._counterpart(node, peer), arrived))
                 self.release(node, ev.SendReleased(task, peer))
-            case ev.Announce(task, peer, seconds):
-                announced = ev.Announced(node.step, task, seconds)
-                self.send(Envelope(node.rank, self._counterpart(node, peer), announced))
+            case ev.ReportBegun(task, peer, seconds):
+                begun = ev.BegunReported(node.step, task, seconds)
+                self.send(Envelope(node.rank, self._counterpart(node, peer), begun))
             case ev.Credit(peer, task):
                 consumed_here = ev.Consumed(node.step, node.rank.stage, task)
                 self.send(Envelope(node.rank, self._counterpart(node, peer), consumed_here))

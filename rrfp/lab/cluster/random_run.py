@@ -183,7 +183,7 @@ class RandomRun(Cluster[Node]):
     # A network without time, and what is checked.
 
     def now(self) -> float:
-        """Any time: a pause may begin or not, whatever was announced when."""
+        """Any time: a pause may begin or not, whatever was reported when."""
         return self._random.random()
 
     def wake(self, node: Node, seconds: float, pause: int) -> None:

@@ -274,7 +274,7 @@ class GroupRun(TimedCluster[Node]):
             else:
                 self.deliver(packet)
             return
-        if isinstance(content, ev.Announced):  # as in the engine, which has control messages take no time
+        if isinstance(content, ev.BegunReported):  # as in the engine, which has control messages take no time
             queue.put(queue.now, packet.receiver, self._arrive, packet)
             return
         kind, microbatch, v = task = content.task

@@ -385,9 +385,9 @@ class FaultCluster(TimedCluster[FaultNode]):
     def send(self, packet: Envelope) -> None:
         """Over the faulty links."""
         content, sender = packet.content, self.nodes[packet.sender]
-        if isinstance(content, ev.Announced):  # no fault is planned for advice
+        if isinstance(content, ev.BegunReported):  # no fault is planned for advice
             later = self.queue.now + self._scenario.control_latency
-            self.queue.put(later, packet.receiver, self._announced, content)
+            self.queue.put(later, packet.receiver, self._begun_reported, content)
             return
         message, latency, value = identity_of(packet), self._scenario.control_latency, 0
         number = self.network.next_number(message)
@@ -406,11 +406,11 @@ class FaultCluster(TimedCluster[FaultNode]):
         else:
             self.apply(node, released)
 
-    def _announced(self, rank: int, announced: ev.Announced) -> None:
+    def _begun_reported(self, rank: int, event: ev.BegunReported) -> None:
         node = self.nodes[rank]
         if node.pauses is not None:
-            node.pauses.announced(announced)
-        self.apply(node, announced)
+            node.pauses.begun_reported(event)
+        self.apply(node, event)
 
     def _put(self, arrivals: Iterable[tuple[float, Parcel]]) -> None:
         for time, parcel in arrivals:

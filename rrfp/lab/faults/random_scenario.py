@@ -17,7 +17,7 @@ from rrfp.core.ready_set import ForcedOrder, ReadySet, natural_order
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.lab.explore.graph_cases import random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.lab.faults.faults import (
     AnyId,
     Death,

@@ -1,7 +1,7 @@
 """Timelines as a picture: several runs below each other on one time axis, a row a stage, a box a task.
 
-The figure is as wide as its boxes need for their microbatch numbers to be read at 100% zoom. Where that would be too
-wide it has the dense form: thin rows without numbers, and below each run the share of its stages that compute or wait.
+Boxes carry the number of their microbatch. Where most would be too thin for one, the figure has the dense form: thin
+rows without numbers, and below each run the share of its stages that compute or wait.
 """
 
 from __future__ import annotations
@@ -189,18 +189,19 @@ def shares(
     return {state: [part / (width * stages) for part in parts] for state, parts in seconds.items()}
 
 
-#: Inches: a run's title above its rows, the left and the other margins, the axis at the bottom, a line of the legend.
-HEAD, SIDE, EDGE, AXIS, LINE = 0.36, 0.66, 0.18, 0.22, 0.17
+#: Inches: a run's title above its rows, the left, the right and the other margins, the axis at the bottom, a line of
+#: the legend.
+HEAD, SIDE, RIGHT, EDGE, AXIS, LINE = 0.36, 0.66, 0.72, 0.18, 0.22, 0.17
 #: Inches: a row with numbers, a dense row of a run with few stages and with many, the panel of shares and its gap.
-ROW, DENSE_ROW, THIN_ROW, SHARES, GAP = 0.29, 0.2, 0.11, 1.1, 0.12
+ROW, DENSE_ROW, THIN_ROW, SHARES, GAP = 0.36, 0.24, 0.11, 1.1, 0.12
+#: Inches of a picture: 1,400 pixels, which a page shows whole.
+WIDTH = 1400 / DPI
 #: The most stages that have rows of DENSE_ROW.
 FEW_STAGES = 24
-#: Inches of the time axis: wide enough for the boxes within these limits.
-NARROWEST, WIDEST = 9.0, 18.0
 #: Part of the row's height that a box fills.
 FILL = 0.86
 #: A digit's width and height, and the padding around a number, as parts of its font size.
-DIGIT, DIGIT_HEIGHT, PADDING = 0.64, 0.73, 0.12
+DIGIT, DIGIT_HEIGHT, PADDING = 0.64, 0.88, 0.12
 #: With fewer boxes a picture never has the dense form; and it has it where a smaller share of them has a number.
 FEW_BOXES, NUMBERED = 100, 0.5
 #: The least part of a stage's time that, left blank, has an entry in the legend.
@@ -242,6 +243,7 @@ class Timelines:
     width: float
     #: Whether the boxes have no numbers.
     is_dense: bool
+    has_panels: bool
     chunk_of: dict[tuple[int, int], int]
     #: Chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
     chunks: int
@@ -249,7 +251,15 @@ class Timelines:
     parts: Sequence[str] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[str, StepTrace]], window: TimeWindow, names: Sequence[str] = ()) -> Timelines:
+    def of(
+        cls,
+        rows: Sequence[tuple[str, StepTrace]],
+        window: TimeWindow,
+        names: Sequence[str],
+        width: float,
+        *,
+        panels: bool,
+    ) -> Timelines:
         """Decide the form; ``names`` are those of virtual stages, if any."""
         runs = [TimelineRun.of(title, trace) for title, trace in rows]
         start, end = window.within(max(run.makespan for run in runs))
@@ -260,13 +270,15 @@ class Timelines:
                 held.setdefault(box.stage, set()).add(box.task.virtual_stage)
         chunk_of = {(stage, v): chunk for stage, vs in held.items() for chunk, v in enumerate(sorted(vs))}
         shown = [box for run in runs for box in run.trace.tasks if _is_inside(box, run.trace.start, start, end)]
-        width = _width(shown, end - start)
+        width -= SIDE + RIGHT
         numbered = sum(_room(box, width / (end - start)) is not None for box in shown)
         is_dense = len(shown) > FEW_BOXES and numbered < NUMBERED * len(shown)
         chunks, parts = max(map(len, held.values())), list(dict.fromkeys(map(part_of, names)))
         if parts:
             chunk_of = {(stage, v): parts.index(part_of(names[v])) for stage, v in chunk_of}
-        return cls(runs, window, start, end, width, is_dense, chunk_of, len(parts) or chunks, parts)
+        return cls(
+            runs, window, start, end, width, is_dense, is_dense and panels, chunk_of, len(parts) or chunks, parts
+        )
 
     def draw(self) -> Figure:
         """The figure, without a canvas."""
@@ -275,9 +287,9 @@ class Timelines:
         drawn = self._drawn()
         lines = legend_lines(drawn, self.width)
         rows = [self._row_height(run) * len(run.stages) for run in self.runs]
-        below = SHARES + GAP if self.is_dense else 0.0
+        below = SHARES + GAP if self.has_panels else 0.0
         height = sum(HEAD + row + below for row in rows) + AXIS + LINE * lines + EDGE
-        total = SIDE + self.width + EDGE
+        total = SIDE + self.width + RIGHT
         figure = Figure(figsize=(total, height), dpi=DPI, facecolor="white")
 
         def axes(bottom: float, inches: float) -> Axes:
@@ -288,14 +300,14 @@ class Timelines:
             top -= HEAD + row
             is_last = run is self.runs[-1]
             self._draw_run(boxes := axes(top, row), run)
-            self._style_time(boxes, has_numbers=is_last and not self.is_dense)
-            if self.is_dense:
+            self._style_time(boxes, has_numbers=is_last and not self.has_panels)
+            if self.has_panels:
                 top -= below
                 self._draw_shares(panel := axes(top, SHARES), run)
                 self._style_time(panel, has_numbers=is_last)
         draw_legend(figure, drawn, self.chunks, (SIDE, EDGE), lines)
         style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": TEXT_SIZE, "color": MUTED}
-        figure.text(1 - EDGE / total, EDGE / height, f"time in the step ({self._unit[1]})", **style)
+        figure.text(1 - RIGHT / total, EDGE / height, f"time in the step ({self._unit[1]})", **style)
         return figure
 
     @property
@@ -351,6 +363,10 @@ class Timelines:
         every = 1 if self._row_height(run) > THIN_ROW else 4
         ticks = range(0, rows, every)
         axes.set_yticks(ticks, [f"stage {run.stages[row]}" for row in ticks], fontsize=TEXT_SIZE, color=DARK)
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+        for row in ticks:
+            share = self._idle_share(run, run.stages[row])
+            axes.annotate(share, (self.end, row), (6, 0), fontsize=TEXT_SIZE, color=MUTED, **beside)
         above: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "fontsize": TITLE_SIZE}
         head = axes.annotate(run.title, (0, 1), (0, 3), xycoords="axes fraction", weight="bold", color=DARK, **above)
         scale, unit = self._unit
@@ -358,6 +374,13 @@ class Timelines:
         if not self.window.is_whole:
             text += f"; {self.start * scale:.6g} to {self.end * scale:.6g} {unit} shown"
         axes.annotate(text, (1, 0), (10, 0), xycoords=head, color=MUTED, **above)
+
+    def _idle_share(self, run: TimelineRun, stage: int) -> str:
+        """The part of the shown time in which the stage runs no task."""
+        origin, end = run.trace.start, min(self.end, run.makespan)
+        spans = [(box.start - origin, box.end - origin) for box in run.trace.tasks if box.stage == stage]
+        busy = sum(max(0.0, min(high, end) - max(low, self.start)) for low, high in spans)
+        return f"{max(0.0, 1 - busy / (end - self.start)):.0%} idle" if end > self.start else ""
 
     def _draw_number(self, axes: Axes, box: TaskSpan, run: TimelineRun, row: int, colour: str) -> None:
         """The microbatch in the box, upright or turned, if there is room."""
@@ -423,14 +446,6 @@ def _is_inside(span: TaskSpan | WaitSpan, origin: float, start: float, end: floa
     return span.start - origin <= end and span.end - origin >= start
 
 
-def _width(boxes: Sequence[TaskSpan], span: float) -> float:
-    """Inches of the axis for the numbers of most boxes, within limits."""
-    needed = sorted(
-        _needed(str(box.task.microbatch)) / 72 * span / (box.end - box.start) for box in boxes if box.end > box.start
-    )
-    return min(max(needed[len(needed) * 9 // 10], NARROWEST), WIDEST) if needed else NARROWEST
-
-
 def _room(box: TaskSpan, inches_a_second: float, seconds: float | None = None) -> int | None:
     """Degrees by which the number must turn to fit; None: it cannot."""
     points = (box.end - box.start if seconds is None else seconds) * inches_a_second * 72
@@ -449,9 +464,10 @@ def plot_timelines(
     path: str | os.PathLike[str],
     window: TimeWindow = WHOLE,
     names: Sequence[str] = (),
+    **form: Any,
 ) -> None:
-    """Draw runs below each other and write a picture over an old file."""
-    save_picture(path, lambda: draw_timelines(rows, window, names))
+    """Draw runs below each other and write a picture over an old file; ``form`` as `draw_timelines` takes it."""
+    save_picture(path, lambda: draw_timelines(rows, window, names, **form))
 
 
 def draw_timelines(
@@ -460,6 +476,10 @@ def draw_timelines(
     window: TimeWindow = WHOLE,
     # Of the virtual stages of all runs, such as ``vision.0``; their parts have colours of their own then.
     names: Sequence[str] = (),
+    # Inches of the picture, at DPI dots an inch.
+    width: float = WIDTH,
+    # Whether the dense form has panels.
+    panels: bool = True,
 ) -> Figure:
     """Draw runs below each other on one time axis, 0 being the start of each run's step.
 
@@ -471,6 +491,6 @@ def draw_timelines(
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = Timelines.of(rows, window, names).draw()
+    figure = Timelines.of(rows, window, names, width, panels=panels).draw()
     FigureCanvasAgg(figure)  # becomes the figure's canvas
     return figure

@@ -50,7 +50,7 @@ class _Entry:
         return self.figures is None or self.figures.done()
 
 
-class Delivery:
+class CallbackRunner:
     """The events of one run, and the thread ``rrfp-callbacks``, which there is while a run with callbacks lasts.
 
     An `Observer` of the runtime. All methods may be called on any thread, and all but `wait` return at once.
