@@ -139,7 +139,8 @@ class StageRunner:
         step, context = plan.step, self._context
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
-        trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes)
+        core_wait = context.lane.core_wait()
+        trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes, core_wait)
         if self._driver.follower is not None:
             trace = replace(trace, limits=(StageSlots(self.core.stage, self.core.view.slots or 0),))
         self._saver.keep(plan, trace)

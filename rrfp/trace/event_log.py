@@ -260,6 +260,8 @@ def _event(name: str, values: Sequence[Any]) -> Any:
     if kind is None:
         raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
     hints = _fields_of(kind)
+    if kind is ev.StepOpened and len(values) == len(hints) - 1:
+        values = [*values, None]  # rrfp 0.1 had no limit of a step
     if len(values) != len(hints):
         raise ValueError(f"{name} has {len(values)} fields, must have {', '.join(hints)}")
     return kind(*(_field(field, hint, value) for (field, hint), value in zip(hints.items(), values, strict=True)))

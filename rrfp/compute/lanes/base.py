@@ -114,6 +114,10 @@ class Lane(ABC):
         """The Python stack of the running call, for reports; empty if none runs. Called on any thread."""
         return ""
 
+    def core_wait(self) -> float | None:
+        """Seconds since `start` for which the thread of the calls could run and had no core; None where unknown."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Start no further call, offered ones included, without waiting for a running one.

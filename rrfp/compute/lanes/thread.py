@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
@@ -83,6 +85,13 @@ class ThreadLane(Lane):
     def stack(self) -> str:
         """See :meth:`Lane.stack`."""
         return "" if self._thread is None else stack_of(self._thread.ident)
+
+    def core_wait(self) -> float | None:
+        """See :meth:`Lane.core_wait`; Linux counts it."""
+        thread = None if self._thread is None else self._thread.native_id
+        with suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
+        return None
 
     def close(self, last: Callable[[], object] | None = None) -> None:
         """See :meth:`Lane.close` and `CopyLane.close`. May be called twice, and on any thread."""
