@@ -70,7 +70,8 @@ def _limit(field: str, value: Any, *, error: Any) -> Any:
         return value if value is None or type(value) is int else text(field, value, error=error)
     count = partial(or_none, partial(whole, least=1))
     readers = {"microbatches": count, "bytes": count, "rule": partial(_one_of, OFFERED_RULES), "auto": flag}
-    return Limit(**fields_of({"auto": False, **value}, readers, error=lambda name, reason: error(f"{field}.{name}", reason)))
+    value = {"auto": False, **value}
+    return Limit(**fields_of(value, readers, error=lambda name, reason: error(f"{field}.{name}", reason)))
 
 
 _NAME = partial(or_none, text)
