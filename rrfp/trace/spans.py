@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.record import record
@@ -138,13 +139,16 @@ class SpanRing:
         """Everything recorded since the last cut, as the trace of ``step``."""
         spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
         dropped, self._recorded = self._recorded - len(spans), 0
+        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
+        for span in spans:
+            by_type[type(span)].append(span)
         return StepTrace(
             step=step,
             start=start,
             end=end,
-            tasks=tuple(span for span in spans if isinstance(span, TaskSpan)),
-            waits=tuple(span for span in spans if isinstance(span, WaitSpan)),
-            messages=tuple(span for span in spans if isinstance(span, MessageSpan)),
+            tasks=tuple(by_type[TaskSpan]),
+            waits=tuple(by_type[WaitSpan]),
+            messages=tuple(by_type[MessageSpan]),
             dropped=dropped,
             peaks=peaks,
         )
