@@ -99,7 +99,7 @@ def test_a_slow_link_costs_one_round_trip_a_step() -> None:
         async with emulated(links, 4, limit=limit) as pipe:
             for _ in range(steps):
                 result = await (await pipe.step(microbatches=16)).complete()
-        return result.seconds
+            return float(result.seconds)
 
     undisturbed = run_virtual(seconds(Links(), 1, "1f1b"))
     latency = 1.2 * PERIOD
@@ -140,7 +140,7 @@ def test_where_durations_differ_it_leaves_more_room() -> None:
 
 
 def test_a_rank_takes_its_own_limit_with_several_chunks() -> None:
-    async def last() -> tuple[int, ...]:
+    async def last() -> tuple[int | None, ...]:
         graph, lanes = TaskGraph.chain(2, chunks=2), [TimerLane() for _ in range(2)]
         programs = [EmulatedStage(graph, seconds_of, num_bytes=8, spend=lane.spend) for lane in lanes]
         links = Links({(0, 1): 1.2 * 2 * PERIOD})
@@ -215,7 +215,7 @@ def test_gradients_do_not_depend_on_it_bit_by_bit() -> None:
         with rrfp.local(modules, **options) as pipe:
             for _ in range(3):
                 pipe.step(batch.inputs, batch.targets)
-        parameters = [each for module in modules for each in module.parameters()]  # type: ignore[union-attr]
+        parameters = [each for module in modules for each in module.parameters()]
         return [each.grad.numpy().tobytes() for each in parameters if each.grad is not None]
 
     assert gradients("auto") == gradients("1f1b")

@@ -32,7 +32,7 @@ def chain(forward: float, backward: float, there: list[int], back: list[int], mi
 
     stages = len(there) + 1
     times = [forward] * stages, [backward] * stages
-    return CostTable(stages, 1, "looped", microbatches, *map(rows, times), None, rows(there), rows(back))
+    return CostTable(stages, 1, "looped", microbatches, rows(times[0]), rows(times[1]), None, rows(there), rows(back))
 
 
 @st.composite
