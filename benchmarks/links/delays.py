@@ -117,7 +117,7 @@ class DelayingTransport(Transport):
         return self._inner.statistics()
 
 
-class _Sent:
+class _Sent(dist.Work):
     """A send that was handed to the wire."""
 
     def wait(self, *_: Any) -> bool:
@@ -143,10 +143,10 @@ class DelayedSends:
         schedules._batch_p2p = self.batch
         threading.Thread(target=self._send, name="delayed-sends", daemon=True).start()
 
-    def batch(self, ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+    def batch(self, p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
         """As torch's function of that name, which has no public one."""
-        passed, works = list[dist.P2POp](), list[Any]()
-        for op in ops:
+        passed, works = list[dist.P2POp](), list[dist.Work]()
+        for op in p2p_ops:
             seconds = self._delays.between(self._rank, op.peer) if op.op is dist.isend else 0.0
             if not seconds:
                 passed.append(op)
