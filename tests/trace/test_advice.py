@@ -120,6 +120,8 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
     assert link.seconds == pytest.approx(mean_seconds(steps, hint="bf", limit="n"), abs=ROUNDING_S)
     assert link.share.value > 0.05
     assert [each.name for each in advice.causes if each.name.startswith("link")] == ["link 1 - 2"]
+    longer = setting(advice, 'limit="auto"')
+    assert longer.seconds == pytest.approx(mean_seconds(slowed, hint="bf", limit="auto"), abs=ROUNDING_S)
     even = advice_on(recorded(tmp_path, steps, hint="bf", limit="n"), hint="bf", limit="n")
     assert not [each.name for each in even.causes if each.name.startswith("link")]
 

@@ -253,7 +253,7 @@ class _Adviser:
         for limit in self._larger(method.limit):
             text, replays = f"limit={_quoted(limit)}", self._replay(replace(method, limit=limit))
             found.append(self._setting("memory limit", self._waited_for_memory(), text, replays, shows_held=True))
-        yield from _rising(found)
+        yield from _rising(sorted(found, key=lambda setting: setting.held))
 
     def _larger(self, limit: Limit | int | str) -> list[str | int]:
         stages, microbatches = self._stages, self._recording.costs.microbatches
@@ -264,7 +264,8 @@ class _Adviser:
         names = {1: "n", 2: "2n"}
         # One that takes all microbatches of the step is the last that differs.
         larger = [n for n in LIMITS if n * stages > least and (n - 1) * stages < microbatches]
-        return [names.get(n, n * stages) for n in larger]
+        auto = ["auto"] if limit != "auto" and max(map(self._recording.costs.chunks_of, range(stages))) == 1 else []
+        return [*auto, *(names.get(n, n * stages) for n in larger)]
 
     def _orders(self) -> Iterator[Setting]:
         method = self._method
