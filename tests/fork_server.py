@@ -160,6 +160,7 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _run(command: list[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
     timeouts.FAILED_PROCESS_GRACE_S = 0.1  # for a launcher that looks which process ends first: there is none
+    timeouts.LAUNCHER_LOOKS_S = 0.0
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
