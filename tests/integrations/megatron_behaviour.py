@@ -131,7 +131,10 @@ def groups_of_the_caller() -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         communicator = P2PCommunicator(pp_group=groups.pp, config=trainer.config)
         both = {"pg_collection": groups, "p2p_communicator": communicator}
-        same(trainer.step(run, 0, **both), Trainer(setup).step(run, 0), "groups")
+        wanted = Trainer(setup).step(run, 0)
+        same(trainer.step(run, 0, **both), wanted, "groups")
+        with made(pg_collection=groups) as other:
+            same(Trainer(setup).step(other, 0), wanted, "groups of the function")
         for name, passed in both.items():
             with refused(ConfigError, f"{name} is passed without"):
                 trainer.step(run, 1, **{name: passed})
@@ -165,6 +168,21 @@ def iterators_are_counted() -> None:
                 run(**{**arguments, "data_iterator": iterators})
         with refused(PipelineAborted, "draw from one data_iterator, and forwards of chunks run in any order"):
             run(**{**arguments, "data_iterator": [one, one]})
+
+
+def one_chunk_in_lists() -> None:
+    """A model and an iterator may be lists of one, and what says how tensors are shaped changes nothing."""
+    setup = Setup()
+    with laid_out(setup), made() as run:
+        trainer, other = Trainer(setup), Trainer(setup)
+        arguments = trainer.arguments(0)
+        for name in ("model", "data_iterator"):
+            arguments[name] = [arguments[name]]
+        shapes = {"adjust_tensor_shapes_fn": lambda *shapes: [(1, 1, 1)] * 2, "decoder_seq_length": 3}
+        run(**{**arguments, **shapes, "seq_length": None, "micro_batch_size": None})
+        get_forward_backward_func()(**other.arguments(0))
+        for mine, theirs in zip(trainer.bare[0].parameters(), other.bare[0].parameters(), strict=True):
+            assert torch.equal(mine.main_grad, theirs.main_grad)  # type: ignore[attr-defined]
 
 
 def iterator_that_ends_early() -> None:

@@ -47,6 +47,7 @@ OTHER_BEHAVIOUR = (
     *("lengths_of_any_kind", "orders_do_not_matter", "output_without_gradient", "a_list_of_tensors_is_refused"),
     *("finalize_runs_on_the_callers_thread", "several_models"),
     *("one_module_in_two_places", "first_microbatches_are_flagged", "inputs_are_read_only"),
+    "one_chunk_in_lists",
 )
 OTHER_BEHAVIOUR_ON_4 = ("two_runs_are_alike", "batches_are_broadcast_inside_tasks")
 #: Every case of `megatron_cases.CASES` that is not above.
@@ -200,10 +201,25 @@ def test_all_flags_that_are_on_are_named_at_once() -> None:
     check_config(SimpleNamespace(cuda_graph_impl="none", gtp_weight_remat_size=1))
 
 
-@pytest.mark.parametrize("name", ["order", "strict", "split", "chunks", "loss_fn", "seed"])
+@pytest.mark.parametrize("name", ["order", "strict", "replay", "split", "chunks", "loss_fn", "seed"])
 def test_options_that_megatron_decides_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must not be passed: "):
         check_options({name: None})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"limits": "2n"}, r"unknown option 'limits' \(did you mean 'limit'\?\)"),
+        ({"hint": "foo"}, "hint is 'foo', must be one of"),
+        ({"hint": "slot-aware-pyramid"}, "hint is 'slot-aware-pyramid', which orders microbatches itself"),
+        ({"topology": None, "stall_after": -1, "seed": 1}, "(?s)seed must not.*option 'topology'.*stall_after is -1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_there_is_a_model(options: dict[str, Any], match: str) -> None:
+    check_options({"limit": "2n", "transport": "shm"})
+    with pytest.raises(ConfigError, match=match):
+        check_options(options)
 
 
 def test_limits_count_microbatches() -> None:
