@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from batches import long
@@ -17,7 +16,7 @@ from rrfp.transports.registry import TransportSpec
 SEED = 31
 
 
-def kills(seed: int, count: int, quick: int) -> Any:
+def kills(seed: int, count: int, quick: int) -> pytest.MarkDecorator:
     """The decorator for so many random kills, of which all but ``quick`` are long."""
     drawn = draw(seed, count)
     names = [f"{kill.how.name} of {kill.victim} in {kill.mesh}" for kill in drawn]
