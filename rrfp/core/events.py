@@ -66,7 +66,7 @@ class Enqueued:
 
 @record
 class Previewed:
-    """The inputs of ``task``, a forward that has not started, show how large it is; for a limit on bytes.
+    """The inputs of ``task``, a forward that has not started, show how large it is; the answer to `Preview`.
 
     Attributes:
         task: the forward.
@@ -231,6 +231,16 @@ class Idle:
 
 
 @record
+class Preview:
+    """Report with `Previewed` how large the forward ``task`` is, where its inputs show that: all of them are here now.
+
+    Only under a limit on bytes.
+    """
+
+    task: Task
+
+
+@record
 class ReportBegun:
     """Tell stage ``peer`` that this stage has begun the forward ``task``, which is expected to take ``seconds``."""
 
@@ -296,4 +306,6 @@ class FinishStep:
     step: StepId
 
 
-Instruction = Run | Idle | ReportBegun | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+Instruction = (
+    Run | Idle | Preview | ReportBegun | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+)
