@@ -20,7 +20,6 @@ from torch import nn
 from transports.children import NEW_MOUNTS, NEW_USERS, NOT_PERMITTED, in_child, unshare
 
 from rrfp import checkpoint
-from rrfp.checkpoint.folder import discard
 from rrfp.checkpoint.ranks import Ranks
 from rrfp.errors import ConfigError, RrfpError
 
@@ -213,7 +212,7 @@ def test_what_a_kept_link_leads_to_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(folder.iterdir()) == [third, fourth]
 
 
-def discard_with_a_mount(archive: Path, folder: Path) -> object:
+def save_beside_a_mount(archive: Path, folder: Path) -> object:
     user = os.geteuid()
     if not unshare(NEW_MOUNTS | (NEW_USERS if user else 0)):
         return NOT_PERMITTED
@@ -222,7 +221,7 @@ def discard_with_a_mount(archive: Path, folder: Path) -> object:
     ctypes.CDLL(None).mount(b"none", b"/", None, (1 << 14) | (1 << 18), None)  # private, recursively
     if subprocess.run(["mount", "--bind", archive, folder], capture_output=True, check=False).returncode:
         return NOT_PERMITTED
-    discard(folder)
+    checkpoint.save(folder.parent, nn.Linear(1, 1), step=2, keep=1)
     return None
 
 
@@ -232,7 +231,7 @@ def test_a_mount_point_among_the_checkpoints_keeps_its_contents(tmp_path: Path) 
     for each in (archive, folder):
         each.mkdir(parents=True)
     (archive / ".metadata").touch()
-    in_child(discard_with_a_mount, archive, folder)
+    in_child(save_beside_a_mount, archive, folder)
     assert (archive / ".metadata").exists()
 
 
