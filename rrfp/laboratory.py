@@ -59,6 +59,7 @@ COMMANDS: Mapping[str, str] = {
     "demo": "rrfp.lab.commands.demo:demo",
     "trace": "rrfp.lab.commands.trace:trace",
     "costs": "rrfp.lab.commands.costs:costs",
+    "advise": "rrfp.lab.commands.advise:advise",
     "simulate": "rrfp.lab.commands.simulate:simulate",
     "sweep": "rrfp.lab.commands.sweep:sweep",
     "check faults": "rrfp.lab.commands.check_faults:faults",
@@ -68,9 +69,13 @@ COMMANDS: Mapping[str, str] = {
 
 #: Classes of commands whose help and checks are their own.
 COMMAND_CLASSES: Mapping[str, str] = {
+    "advise": "rrfp.lab.commands.advise:AdviseCommand",
     "simulate": "rrfp.lab.commands.simulate:SimulateCommand",
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }
+
+#: Methods of the product that compute in the laboratory.
+METHODS: Mapping[str, str] = {"Pipeline.advise": "rrfp.lab.advice.advice:advise_pipeline"}
 
 #: By entry point group and name: what the registry of that group takes for built in.
 PLUGINS: Mapping[str, Mapping[str, str]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,35 +10,22 @@ from rich.table import Table
 
 from benchmarks.against_torch.aims import CellAim
 from benchmarks.against_torch.settings import PEERS
-from benchmarks.shared.clocks import COPIER, GLOO, LANE, LOOP, MAIN, REST, ZMQ
 from benchmarks.shared.comparison import Cell
 from benchmarks.shared.figures import table_of
-from benchmarks.shared.step_figures import Figures, Results
-from benchmarks.shared.step_report import MARK, NOTHING, discarded, figures_data, name_of, times_table
-
-#: Columns of processor time, and their groups of threads.
-_THREADS = {"main": (MAIN,), "loop": (LOOP,), "lane": (LANE,), "I/O": (ZMQ, GLOO), "copier": (COPIER,), "rest": (REST,)}
+from benchmarks.shared.step_figures import Results
+from benchmarks.shared.step_report import MARK, NOTHING, cpu_table, discarded, figures_data, times_table
 
 
 def print_report(results: Results, aims: Sequence[CellAim]) -> None:
     """For people."""
     console = Console(width=max(Console().width, 180))
     for cell, figures in results.items():
-        console.print(times_table(cell, figures, PEERS), _cpu(cell, figures))
+        console.print(times_table(cell, figures, PEERS), cpu_table(cell, figures))
     for stages in dict.fromkeys(cell.stages for cell in results):
         cells = [cell for cell in results if cell.stages == stages]
         console.print(_verdicts(stages, cells, [each for each in aims if each.cell.stages == stages]))
     for line in discarded(results):
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def _cpu(cell: Cell, figures: Mapping[str, Figures]) -> Table:
-    table = table_of(f"{cell}: CPU us a task", "method", "in all", *_THREADS)
-    for name, one in figures.items():
-        by_column = [sum(one.cpu_s[group] for group in groups if group in one.cpu_s) for groups in _THREADS.values()]
-        cells = [f"{seconds * 1e6:,.0f}" for seconds in (one.cpu_per_task, *by_column)]
-        table.add_row(name_of(name, one), *cells)
-    return table
 
 
 def _verdicts(stages: int, cells: Sequence[Cell], aims: Sequence[CellAim]) -> Table:

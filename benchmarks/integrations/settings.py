@@ -1,4 +1,4 @@
-"""The methods, tables and sizes of both comparisons; shared by their command and its workers."""
+"""The methods, tables and sizes of all comparisons; shared by their command and its workers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Receives(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Way(Method):
-    """A schedule over torch's pipeline stages.
+    """A schedule over torch's pipeline stages, or over Megatron's model chunks.
 
     Attributes:
         receives: how its RECVs behave, if it is torch's; all but the first are emulated.
-        as_torch: whether RRFP's limit on each rank is what torch's interleaved schedule holds there.
+        as_torch: whether RRFP's limit on each rank is what torch's or Megatron's own schedule holds there.
     """
 
     receives: Receives = Receives.POSTED
@@ -69,6 +69,20 @@ CASE: Mapping[str, Way] = {
     "RRFP, 2n": _rrfp(Form.LOOPED, "2n"),
 }
 
+MEGATRON_1F1B, MEGATRON_INTERLEAVED = "Megatron 1F1B", "Megatron interleaved"
+
+#: Megatron's schedules, and what `rrfp.integrations.megatron` puts in their place, with its default hint.
+MEGATRON: Mapping[str, Way] = {
+    MEGATRON_1F1B: Way(Runtime.MEGATRON, Form.WHOLE),
+    "RRFP, one, window": _rrfp(Form.WHOLE),
+    "RRFP, one, n": _rrfp(Form.WHOLE, "n"),
+    "RRFP, one, 2n": _rrfp(Form.WHOLE, "2n"),
+    MEGATRON_INTERLEAVED: Way(Runtime.MEGATRON, Form.LOOPED),
+    "RRFP, looped, window": _rrfp(Form.LOOPED),
+    "RRFP, looped, n": _rrfp(Form.LOOPED, "n"),
+    "RRFP, looped, 2n": _rrfp(Form.LOOPED, "2n"),
+}
+
 #: The workload of `CASE`, with the levels of its jitter: the deviation of a factor's logarithm.
 CASE_PROFILE = "pytorch#172668"
 CASE_JITTERS: Mapping[str, float] = {"none": 0.0, "log-normal 0.4": 0.4}
@@ -76,21 +90,27 @@ CASE_JITTERS: Mapping[str, float] = {"none": 0.0, "log-normal 0.4": 0.4}
 #: Seconds of each task of `CASE`, before jitter.
 _CASE_FORWARD, _CASE_BACKWARD = 0.020, 0.040
 
-#: Bytes of its tensors: the case is about order, not about transfer.
-_CASE_NUM_BYTES = 4 << 10
+#: Bytes of tensors where transfer is not the question: in `CASE`, which is about order.
+SMALL = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(Comparison):
-    """See `Comparison`."""
+    """See `Comparison`.
 
-    METHODS: ClassVar[Mapping[str, Way]] = {**SCHEDULES, **CASE}
-    PEERS: ClassVar[tuple[str, ...]] = tuple(name for name, way in METHODS.items() if way.runtime is Runtime.TORCH)
+    Attributes:
+        num_bytes: of every tensor between virtual stages.
+    """
+
+    METHODS: ClassVar[Mapping[str, Way]] = {**SCHEDULES, **CASE, **MEGATRON}
+    PEERS: ClassVar[tuple[str, ...]] = tuple(name for name, way in METHODS.items() if way.runtime is not Runtime.RRFP)
+
+    num_bytes: int = NUM_BYTES
 
     @property
-    def num_bytes(self) -> int:
-        """Of every tensor between virtual stages."""
-        return _CASE_NUM_BYTES if self.profiles == (CASE_PROFILE,) else NUM_BYTES
+    def runs_megatron(self) -> bool:
+        """Whether its stages are chunks of a Megatron model."""
+        return self.methods[0] in MEGATRON
 
     def table(self, turn: Turn, form: Form | None = None) -> CostTable:
         """See `Comparison.table`."""
@@ -102,8 +122,13 @@ class Settings(Comparison):
         """See `Comparison.reference`; the case of pytorch#172668 has one table for all."""
         return self.table(turn) if turn.cell.profile == CASE_PROFILE else Comparison.reference(self, turn)
 
+    def own_limit(self, way: Way, rank: int) -> int:
+        """The most microbatches that torch's or Megatron's schedule of the form of ``way`` holds, rounded up."""
+        # Whole ones: all chunks but the deepest leave it the last slot, so the half is seldom held.
+        return self.stages - rank if way.form.chunks == 1 else -(-self.held_by_torch(rank) // CHUNKS)
+
     def held_by_torch(self, rank: int) -> int:
-        """The most chunk tasks that torch's interleaved schedule holds on ``rank``."""
+        """The most chunk tasks that torch's interleaved schedule holds on ``rank``, and Megatron's."""
         rounds = max(1, self.microbatches // self.stages)
         warm_up = (CHUNKS - 1) * (self.microbatches // rounds) + 2 * (self.stages - 1 - rank)
         return min(warm_up + 1, CHUNKS * self.microbatches)

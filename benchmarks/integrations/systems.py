@@ -18,7 +18,7 @@ from benchmarks.integrations.receives import emulated
 from benchmarks.integrations.settings import Settings, Way
 from benchmarks.shared.comparison import Runtime
 from benchmarks.shared.sleeping import Stages, loss_fn
-from benchmarks.shared.tables import CHUNKS, Form
+from benchmarks.shared.tables import Form
 from benchmarks.shared.turns import SILENT, Step
 from rrfp import Limit
 from rrfp.integrations.torch import ScheduleRRFP
@@ -87,8 +87,7 @@ def _schedule(way: Way, settings: Settings, rank: int, parts: list[PipelineStage
         return _TORCH[way.form](parts if len(parts) > 1 else parts[0], count, loss_fn=loss_fn, scale_grads=False)
     options: dict[str, Any] = {**SILENT, **way.options}
     if way.as_torch:
-        # Rounded up to microbatches: all chunks but the deepest leave it the last slot, so the half is seldom held.
-        options["limit"] = Limit(-(-settings.held_by_torch(rank) // CHUNKS))
+        options["limit"] = Limit(settings.own_limit(way, rank))
     schedule = ScheduleRRFP(parts, count, loss_fn=loss_fn, scale_grads=False, **options)
     stack.callback(schedule.close)
     return schedule

@@ -1,4 +1,4 @@
-"""One rank, started by torchrun: torch's schedules and RRFP's on the same stages, alternating by step."""
+"""One rank, started by torchrun: torch's or Megatron's schedules and RRFP's on the same stages, alternating by step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.integrations.settings import Settings
-from benchmarks.integrations.systems import steps_of
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.turns import run_turns
 
@@ -21,6 +20,10 @@ def main() -> None:
     with ExitStack() as stack:
         settings, rank = Settings.from_json(sys.argv[1]), dist.get_rank()
         stages = Stages(rank, settings.stages, settings.num_bytes)
+        if settings.runs_megatron:
+            from benchmarks.integrations.megatron_systems import steps_of
+        else:
+            from benchmarks.integrations.systems import steps_of
         run_turns(settings, stages, steps_of(settings, rank, stages, stack))
     dist.barrier()
     dist.destroy_process_group()

@@ -22,6 +22,7 @@ class Runtime(StrEnum):
     """What runs a method."""
 
     TORCH = "torch"
+    MEGATRON = "megatron"
     RRFP = "rrfp"
 
 

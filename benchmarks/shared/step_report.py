@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.shared.clocks import COPIER, GLOO, LANE, LOOP, MAIN, REST, ZMQ
 from benchmarks.shared.comparison import Cell
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.step_figures import Figures, Ratio, Results
@@ -17,6 +18,9 @@ from benchmarks.shared.steps import DISTURBED_CORES
 MARK = "†"
 NOTHING = "-"
 MIB = 1 << 20
+
+#: Columns of processor time, and their groups of threads.
+_THREADS = {"main": (MAIN,), "loop": (LOOP,), "lane": (LANE,), "I/O": (ZMQ, GLOO), "copier": (COPIER,), "rest": (REST,)}
 
 
 def name_of(method: str, figures: Figures) -> str:
@@ -55,6 +59,16 @@ def times_table(cell: Cell, figures: Mapping[str, Figures], peers: Sequence[str]
             f"{one.begin_s * 1e3:.1f}",
             f"{one.end_s * 1e3:.1f}",
         )
+    return table
+
+
+def cpu_table(cell: Cell, figures: Mapping[str, Figures]) -> Table:
+    """The processor time a task of each method, of all ranks, by thread."""
+    table = table_of(f"{cell}: CPU us a task", "method", "in all", *_THREADS)
+    for name, one in figures.items():
+        by_column = [sum(one.cpu_s[group] for group in groups if group in one.cpu_s) for groups in _THREADS.values()]
+        cells = [f"{seconds * 1e6:,.0f}" for seconds in (one.cpu_per_task, *by_column)]
+        table.add_row(name_of(name, one), *cells)
     return table
 
 

@@ -20,8 +20,9 @@ from rrfp.trace.spans import StepTrace, TaskSpan
 #: A step counts as disturbed if other processes took more than so many cores meanwhile.
 DISTURBED_CORES = 0.3
 
+_OF_RRFP = (LOOP, LANE, COPIER, ZMQ)
 #: Threads of the runtime that does not run the step: they belong to no method.
-_FOREIGN = {Runtime.TORCH: (LOOP, LANE, COPIER, ZMQ), Runtime.RRFP: (GLOO,)}
+_FOREIGN = {Runtime.TORCH: _OF_RRFP, Runtime.MEGATRON: _OF_RRFP, Runtime.RRFP: (GLOO,)}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, Task
 from rrfp.model.visits import Visits
 
 
@@ -389,7 +389,6 @@ class StageCore:
         visits = Visits(event.microbatches) if event.visits is None else event.visits
         if visits.microbatches != event.microbatches:
             raise ConfigError(f"visits are of {visits.microbatches} microbatches, must be of {event.microbatches}")
-        step_id = StepId(event.step, event.mode, event.microbatches)
         context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self.in_order))
         rule = self._admission or rule_of(self.limit.rule, context)
         visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]
@@ -402,16 +401,14 @@ class StageCore:
             sizes=event.sizes,
         )
         step = Step(
-            step_id,
+            event,
+            visits,
             self.graph,
             self.stage,
             admission,
-            visits,
             group=self.group,
             in_order=self.in_order,
             durations=self._durations,
-            sizes=event.sizes,
-            size_correlation=event.size_correlation,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
         order = None

@@ -163,26 +163,24 @@ class Step:
 
     def __init__(
         self,
-        step_id: StepId,
+        opened: ev.StepOpened,
+        visits: Visits,
         graph: TaskGraph,
         stage: int,
         admission: MemoryRule,
-        visits: Visits,
         *,
         group: GroupMembership,
         in_order: Collection[ForcedOrder],
         durations: MeanDurations,
-        sizes: tuple[float, ...] | None,
-        size_correlation: float | None = None,
     ) -> None:
-        mode, count = step_id.mode, step_id.microbatches
+        mode, count = opened.mode, opened.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
-        self.id = step_id
+        self.id = StepId(opened.step, mode, count)
         self.visits = visits
         self.states = TaskStates(graph, stage, visits, mode)
         self.admission = admission
         self._bytes = admission.bytes
-        self.sizes, self.size_correlation = sizes, size_correlation
+        self.sizes, self.size_correlation = opened.sizes, opened.size_correlation
         #: By microbatch, how long its forwards and its other tasks have taken here, to compare with the sizes.
         self.seconds = ([0.0] * count, [0.0] * count)
         drain_order = None
@@ -195,7 +193,7 @@ class Step:
         self.outputs = Outputs(self.states, stage, mode)
         self.group = GroupStep(
             group,
-            step_id,
+            self.id,
             stage,
             states=self.states,
             readiness=self.readiness,

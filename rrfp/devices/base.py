@@ -148,8 +148,8 @@ class CopyLane(Protocol):
         What the call returns stays referenced until then.
         """
 
-    def close(self) -> None:
-        """Make no further call, without waiting for a running one."""
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """Make no further call but ``last``, without waiting for it or a running one. May be called twice."""
 
 
 class CopyLaneClass(Protocol):

@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -128,6 +129,8 @@ class DeviceCopies:
         self._regions = HostRegions(device)
         self._name = name
         self._lanes: dict[str, CopyLane] = {}
+        #: By lane, shared memory that closes when the lane does.
+        self._closing: defaultdict[str, list[SharedMemory]] = defaultdict(list)
         self._pending: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -193,18 +196,22 @@ class DeviceCopies:
     def close(self) -> None:
         """Make waiting and later calls raise. May be called twice; never waits: copies under way end by themselves."""
         self._closed = True
-        for lane in self._lanes.values():
-            lane.close()
+        for name, lane in self._lanes.items():
+            memories = self._closing.get(name)
+            lane.close(None if memories is None else partial(_close_all, memories))
         for future in self._pending:
             if not future.done():
                 with suppress(RuntimeError):  # the loop has ended
                     future.set_exception(_closed_error())
 
+    def _lane_name(self, direction: str, peer: int | None) -> str:
+        return f"{self._name}-{direction}" if peer is None else f"{self._name}-{direction}-{peer}"
+
     async def _run(self, direction: str, peer: int | None, call: _Call[_Result]) -> _Result:
         """The result of a call on a lane, once the device has done its work."""
         if self._closed:
             raise _closed_error()
-        name = f"{self._name}-{direction}" if peer is None else f"{self._name}-{direction}-{peer}"
+        name = self._lane_name(direction, peer)
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = self.new_lane(name)
@@ -226,6 +233,12 @@ class DeviceCopies:
             self._pending.discard(future)
         result: _Result = execution.result[0]
         return result
+
+
+def _close_all(memories: list[SharedMemory]) -> None:
+    while memories:
+        with suppress(Exception):  # of a device that has failed
+            memories.pop().close()
 
 
 def _call(call: _Call[_Result], kept: list[object]) -> tuple[_Result, list[object]]:
@@ -356,7 +369,7 @@ class SharesDeviceMemory(DeviceCopies):
         return self._sharing.check(fields)
 
     async def open_shared(self, fields: Mapping[str, Any], *, peer: int | None = None) -> SharedMemory:
-        """Open another process's memory.
+        """Open another process's memory. It closes with these copies, if not before.
 
         Args:
             fields: checked ones.
@@ -365,7 +378,14 @@ class SharesDeviceMemory(DeviceCopies):
         Raises:
             OSError: it cannot be opened; says why.
         """
-        return await self._run("receive", peer, lambda kept: self._sharing.open(fields))
+        opened = self._closing[self._lane_name("receive", peer)]
+
+        def opening(kept: list[object]) -> SharedMemory:
+            memory = self._sharing.open(fields)
+            opened.append(memory)  # on the lane's thread, so that it closes also if nobody waits for it any more
+            return memory
+
+        return await self._run("receive", peer, opening)
 
     async def close_shared(
         self, memory: SharedMemory, *, is_open_elsewhere: bool = True, peer: int | None = None
@@ -377,7 +397,21 @@ class SharesDeviceMemory(DeviceCopies):
             is_open_elsewhere: whether another process may have memory of `share` open.
             peer: the same rank.
         """
-        await self._run("send", peer, lambda kept: memory.close(is_open_elsewhere=is_open_elsewhere))
+        opened = self._closing[self._lane_name("receive", peer)]
+        direction = "send"
+        if memory in opened:  # on the lane that reads it
+            opened.remove(memory)
+            direction = "receive"
+        await self._run(direction, peer, lambda kept: memory.close(is_open_elsewhere=is_open_elsewhere))
+
+    def close_at_end(self, memory: SharedMemory, *, peer: int | None = None) -> None:
+        """Use memory of `share` no more, which no other process reads any more; it closes with these copies.
+
+        Args:
+            memory: as said.
+            peer: the same rank.
+        """
+        self._closing[self._lane_name("send", peer)].append(memory)
 
     async def write(
         self, memory: SharedMemory, tensors: Sequence[Tensor], parts: Sequence[ByteRange], *, peer: int | None = None

@@ -192,7 +192,6 @@ class DoubleGroup:
     completed: int = 0
     #: Whether nothing waits here any more.
     aborted: bool = False
-    has_tags = False
 
     def __post_init__(self) -> None:
         self.lane: CopyLane = DoubleLane(self)
@@ -236,7 +235,8 @@ class DoubleLane:
         self._calls.put((call, done))
         return done
 
-    def close(self) -> None:
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        assert last is None, "nothing closes with a group's lane"
         self._calls.put(None)
 
     def _post(self) -> None:

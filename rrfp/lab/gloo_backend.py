@@ -19,9 +19,9 @@ from torch import Tensor
 from rrfp import timeouts
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.devices.base import CopyLane
+from rrfp.threads import start_thread
 from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.channel import RankPair
-from rrfp.transports.collective.threads import start_thread
 from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.wire.header_checks import TensorSpec
 from rrfp.transports.wire.tensor_bytes import as_byte_tensor
@@ -40,8 +40,6 @@ def over_gloo(context: TransportContext) -> CollectiveTransport:
 
 class GlooGroup:
     """See `PairGroup`. The lane waits for each transfer."""
-
-    has_tags = True
 
     def __init__(self, group: Any, pair: RankPair, *, is_source: bool) -> None:
         self.lane: CopyLane = ThreadLane(f"rrfp-gloo-{pair}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.compute.gradients.ties import TiedGradients
 from rrfp.compute.program import StageProgram
+from rrfp.compute.torch_stage import TorchStage
 from rrfp.devices.base import Device
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.topology import Topology
@@ -67,6 +68,11 @@ class LocalRanks:
     def are_all(self) -> bool:
         """Whether these are all ranks of the job."""
         return len(self.topologies) == self.topologies[0].world
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether their tasks exclude each other: those of torch on a CPU do, see `rrfp.compute.rng`."""
+        return len(self.programs) > 1 and not self.devices and any(isinstance(p, TorchStage) for p in self.programs)
 
     def __str__(self) -> str:
         """Their stages and method."""

@@ -19,11 +19,9 @@ from rrfp.plugins import name_of
 from rrfp.schedules.executed import ExecutedSchedule
 from rrfp.schedules.registry import schedule_names, schedule_needs
 from rrfp.trace.executed_order import read_executed
+from rrfp.trace.job_data import REPLAY, TracedJob
 
 logger = get_logger(__name__)
-
-#: What stands for the schedule of a replay.
-REPLAY = "replay"
 
 #: The default limit; docs/hints.md gives the reasons.
 DEFAULT_LIMIT = "2n"
@@ -40,6 +38,7 @@ class DispatchMethod:
         self._executed: dict[tuple[int, int], ExecutedSchedule] = {}
         self._split = options.split
         self._coordination = options.coordination
+        self._order = options.order
         self._default_hint = default_hint(options.order)
         self._hint: HintSpec = self._default_hint if options.hint is None else options.hint
         self._limit = DEFAULT_LIMIT if options.limit is None else options.limit
@@ -134,6 +133,19 @@ class DispatchMethod:
     def limit_text(self) -> str | None:
         """The limit of this rank as text; None beside a strict schedule."""
         return None if self.strict is not None else str(self._limit)
+
+    def traced(self, topology: Topology, *, is_serial: bool) -> TracedJob:
+        """What a trace of the job says of it."""
+        limit = None if self.strict is not None else self._limit
+        return TracedJob(
+            self.hint_name,
+            limit,
+            self.strict,
+            self._order,
+            topology.members,
+            self._coordination,
+            is_serial=is_serial,
+        )
 
     def __str__(self) -> str:
         if self._replay is not None:

@@ -28,6 +28,7 @@ from rrfp.model.tasks import Mode
 from rrfp.pipeline.local_ranks import LocalRanks, all_ended, together
 from rrfp.pipeline.loop_thread import AwaitedFutures, LoopThread, begin
 from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
+from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
 from rrfp.runtime.grad_clipping import Clipping, OverflowShare
@@ -350,7 +351,9 @@ class Session:
     def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
         """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""
         with self._beginning("saving a trace", counts=False):
-            request = TraceRequest.checked(path, steps, replica, self.ranks.topologies[0].replicas)
+            here = self.ranks.topologies[0]
+            job = DispatchMethod(self.ranks.options).traced(here, is_serial=self.ranks.is_serial)
+            request = TraceRequest.checked(path, steps, replica, here.replicas, job)
             if not self.ranks.options.trace_steps:
                 raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
             if not all(runner.has_traces for runner in self._runners):

@@ -137,7 +137,8 @@ class StageRunner:
         step, context = plan.step, self._context
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
-        trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes)
+        core_wait = context.lane.core_wait()
+        trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes, core_wait)
         self._saver.keep(plan, trace)
         losses = await self._reporter.losses()
         return StepResult.awaiting(

@@ -28,6 +28,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.steps.plan import Plan
 from rrfp.trace.chrome import ChromeRun, write_runs
+from rrfp.trace.job_data import JOB, TracedJob
 from rrfp.trace.plain import from_plain, to_plain
 from rrfp.trace.spans import StepTrace, TraceHistory, merge, shifted
 
@@ -100,10 +101,17 @@ class TraceRequest:
     steps: int | None = None
     #: The replica whose ranks are saved; None for all.
     replica: int | None = 0
+    #: How the job runs, as far as the caller knows; rank 0's is written.
+    job: TracedJob | None = None
 
     @classmethod
     def checked(
-        cls, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"], replicas: int
+        cls,
+        path: str | os.PathLike[str],
+        steps: int | None,
+        replica: int | Literal["all"],
+        replicas: int,
+        job: TracedJob | None = None,
     ) -> Self:
         """The request of a caller, in a job of so many ``replicas``."""
         text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -112,7 +120,7 @@ class TraceRequest:
         steps = or_none(whole, "steps", steps, 1)
         if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
             raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
-        return cls(text, steps, None if replica == "all" else replica)
+        return cls(text, steps, None if replica == "all" else replica, job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +196,10 @@ class TraceSaver:
         if self._topology.rank == 0:
             owners = [(offer.clock, offer.host) for offer in offers]
             clocks = host_clocks(owners, [size.offset for size in sizes])
-            write = partial(
-                _write, request.path, {rank: pieces[rank] for rank in savers}, clocks, self._topology, self._graph
-            )
+            own, job = {rank: pieces[rank] for rank in savers}, request.job
+            if job is not None:
+                job = replace(job, takes_offers=self._executor.takes_offers)
+            write = partial(_write, request.path, own, clocks, self._topology, self._graph, job)
             failure = await self._executor.run_extra("the writing of the trace", write)
         return (await self._reduce(failure.encode(), lambda failures: failures[0])).decode()
 
@@ -254,7 +263,12 @@ def _pack(traces: Sequence[StepTrace]) -> bytes:
 
 
 def _write(
-    path: str, packed: dict[int, bytes], clocks: Sequence[HostClock], topology: Topology, graph: TaskGraph | None = None
+    path: str,
+    packed: dict[int, bytes],
+    clocks: Sequence[HostClock],
+    topology: Topology,
+    graph: TaskGraph | None = None,
+    job: TracedJob | None = None,
 ) -> str:
     """Write the file; returns the reason if that is not possible. On a thread that may wait for the disk."""
     offsets = {rank: clock.offset.seconds for clock in clocks for rank in clock.ranks}
@@ -272,7 +286,7 @@ def _write(
     stages = range(topology.stages)
     try:
         chrome = [ChromeRun(name, stages, steps, origin, graph) for name, steps in runs]
-        write_runs(path, chrome, {"clocks": _plain(clocks)})
+        write_runs(path, chrome, {"clocks": _plain(clocks), **({} if job is None else {JOB: job.to_plain()})})
     except ConfigError as error:
         return f"save_trace on rank 0: {error}"
     return ""

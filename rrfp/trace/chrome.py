@@ -39,6 +39,9 @@ LAUNCHED = "launched"
 #: The argument of a step that has the sizes of its microbatches.
 SIZES = "sizes"
 
+#: The argument of a step that has, by stage, the seconds for which its compute thread had no core.
+CORE_WAITS = "core waits"
+
 #: The series of a stage's counter.
 HELD = "chunk tasks"
 
@@ -169,6 +172,8 @@ class _Step:
             args[SKIPPED] = skipped_to_plain(trace.skipped, self._graph)
         if trace.sizes is not None:
             args[SIZES] = [*trace.sizes]
+        if trace.core_waits:
+            args[CORE_WAITS] = {str(wait.stage): wait.seconds for wait in trace.core_waits}
         yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, args)
         for span in trace.tasks:
             yield self._task(span)

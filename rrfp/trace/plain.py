@@ -13,11 +13,12 @@ from typing import Any
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.tasks import Task
 from rrfp.plain import number, shown, value_error, whole
-from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 _whole = partial(whole, error=value_error)
 _stage, _peak, _microbatch, _v = (partial(_whole, name) for name in ("stage", "peak", "microbatch", "virtual stage"))
 _time = partial(number, "time", error=value_error)
+_wait = partial(number, "wait for a core", least=0, error=value_error)
 _size = partial(number, "size", least=0, error=value_error)
 
 
@@ -37,6 +38,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "peaks": [[entry.stage, *astuple(entry.peaks)] for entry in trace.peaks],
         "skipped": [[*skip] for skip in trace.skipped],
         "sizes": None if trace.sizes is None else [*trace.sizes],
+        "core_waits": [[wait.stage, wait.seconds] for wait in trace.core_waits],
     }
 
 
@@ -64,6 +66,7 @@ def from_plain(data: Any) -> StepTrace:
         peaks=tuple(StagePeaks(_stage(stage), Peaks(*map(_peak, peaks))) for stage, *peaks in data["peaks"]),
         skipped=tuple((_microbatch(microbatch), _v(v)) for microbatch, v in data["skipped"]),
         sizes=None if data["sizes"] is None else tuple(map(_size, data["sizes"])),
+        core_waits=tuple(CoreWait(_stage(stage), _wait(seconds)) for stage, seconds in data["core_waits"]),
     )
 
 

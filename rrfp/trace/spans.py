@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.record import record
@@ -71,6 +72,14 @@ class StagePeaks:
 
 
 @record
+class CoreWait:
+    """In a step the compute thread of ``stage`` could run for ``seconds`` and no core was free."""
+
+    stage: int
+    seconds: float
+
+
+@record
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all."""
 
@@ -95,6 +104,8 @@ class StepTrace:
     #: Of the microbatches, as the caller gave them (``step(sizes=...)``), or None. Merged, None where ranks received
     #: different ones.
     sizes: tuple[float, ...] | None = None
+    #: By stage. Empty where unknown, such as on devices.
+    core_waits: tuple[CoreWait, ...] = ()
 
     @property
     def num_spans(self) -> int:
@@ -118,13 +129,16 @@ class SpanRing:
         """Everything recorded since the last cut, as the trace of ``step``."""
         spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
         dropped, self._recorded = self._recorded - len(spans), 0
+        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
+        for span in spans:
+            by_type[type(span)].append(span)
         return StepTrace(
             step=step,
             start=start,
             end=end,
-            tasks=tuple(span for span in spans if isinstance(span, TaskSpan)),
-            waits=tuple(span for span in spans if isinstance(span, WaitSpan)),
-            messages=tuple(span for span in spans if isinstance(span, MessageSpan)),
+            tasks=tuple(by_type[TaskSpan]),
+            waits=tuple(by_type[WaitSpan]),
+            messages=tuple(by_type[MessageSpan]),
             dropped=dropped,
             peaks=peaks,
         )
@@ -146,6 +160,7 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         peaks=_worst(peak for part in parts for peak in part.peaks),
         skipped=parts[0].skipped,
         sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
+        core_waits=tuple(sorted((wait for part in parts for wait in part.core_waits), key=lambda wait: wait.stage)),
     )
 
 
@@ -208,6 +223,7 @@ class Recorder:
         self._idle_since = 0.0
         self._cause: WaitCause | None = None
         self._cause_since = 0.0
+        self._core_wait = 0.0
 
     def open(self) -> None:
         """A step begins."""
@@ -253,15 +269,23 @@ class Recorder:
         peaks: Peaks | None = None,
         visits: Visits | None = None,
         sizes: tuple[float, ...] | None = None,
+        core_wait: float | None = None,
     ) -> StepTrace:
-        """The step has ended. ``peaks``, ``visits`` and ``sizes`` are the stage's in that step, where known."""
+        """The step has ended. ``peaks``, ``visits`` and ``sizes`` are the stage's in that step, where known.
+
+        ``core_wait``: the seconds since the start for which the lane's thread could run and had no core.
+        """
         now = self._now()
         if self._cause is not None:
             self._end_wait(now)
             self._cause = None
         own_peaks = () if peaks is None else (StagePeaks(self._stage, peaks),)
         trace = self._ring.cut(step, self._opened, now, own_peaks)
-        return replace(trace, skipped=() if visits is None else skips(visits.skipped), sizes=sizes)
+        waits: tuple[CoreWait, ...] = ()
+        if core_wait is not None:
+            waits, self._core_wait = (CoreWait(self._stage, core_wait - self._core_wait),), core_wait
+        skipped = () if visits is None else skips(visits.skipped)
+        return replace(trace, skipped=skipped, sizes=sizes, core_waits=waits)
 
     def _end_wait(self, end: float) -> None:
         if self._cause is not None and end > self._cause_since:

@@ -1,17 +1,22 @@
-"""torch's schedules and RRFP's on the same stages: what runs, what it holds, and how emulated RECVs behave."""
+"""torch's, Megatron's and RRFP's schedules on the same stages: what runs and is held, and how emulated RECVs behave."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fork_server import fork_server, printed, run
 
+from benchmarks.integrations.beside_megatron import beside_engine
 from benchmarks.integrations.settings import (
     CASE,
     CASE_PROFILE,
+    MEGATRON,
+    MEGATRON_1F1B,
+    MEGATRON_INTERLEAVED,
     SCHEDULES,
     TORCH_1F1B,
     TORCH_INTERLEAVED,
@@ -20,6 +25,7 @@ from benchmarks.integrations.settings import (
     Settings,
     case_table,
 )
+from benchmarks.shared.comparison import Cell
 from benchmarks.shared.step_figures import Figures, results_of
 from benchmarks.shared.steps import Step
 from benchmarks.shared.tables import CHUNKS
@@ -74,6 +80,25 @@ def test_the_case_of_172668_runs_in_all_ways_on_the_same_stages() -> None:
     assert list(figures) == list(CASE)
     assert all(one.per_bound == one.per_own_bound >= 1 for one in figures.values())
     check_memory(settings, figures, "torch, posted")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatrons_schedules_and_rrfp_alternate_on_the_same_chunks() -> None:
+    settings = Settings(2, ("llm",), ("J0",), tuple(MEGATRON), microbatches=4, rounds=1)
+
+    figures = measured(settings)
+
+    assert list(figures) == list(MEGATRON)
+    check_memory(settings, figures, MEGATRON_INTERLEAVED)
+    assert figures[MEGATRON_1F1B].held == (2, 1)
+    data = beside_engine(settings, Cell(2, "llm", "J0"), figures)
+    for name, each in data.items():
+        assert 0.9 * each["engine_s"] <= figures[name].seconds
+        assert each["per_peer"] > 0
+    # Without jitter the engine has 1F1B's order and its time where RRFP may hold as much.
+    assert data["RRFP, one, window"]["engine_s"] == pytest.approx(data[MEGATRON_1F1B]["engine_s"])
 
 
 def test_the_case_has_one_factor_for_both_tasks_and_tables_that_repeat() -> None:

@@ -44,7 +44,7 @@ def rows(section: str) -> list[str]:
 
 
 def test_every_command_has_a_section() -> None:
-    assert [head.strip("`") for head in SECTIONS] == ["All commands", *COMMANDS]
+    assert [head.strip("`") for head in SECTIONS] == ["At a glance", "All commands", *COMMANDS]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -56,6 +56,35 @@ async def test_an_error_fails_its_future_and_the_lane_goes_on(lane: ThreadLane) 
     assert (await lane.enqueue(lambda: "next")).result == "next"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_closed_lane_makes_its_last_call_behind_the_running_one_and_no_other(
+    lane: ThreadLane, fails: bool
+) -> None:
+    calls, running, gate, ended = list[str](), threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        running.set()
+        gate.wait(10)
+        calls.append("first")
+
+    def last() -> None:
+        calls.append("last")
+        ended.set()
+        if fails:
+            raise ValueError("nobody hears of it")
+
+    lane.enqueue(first)
+    assert await asyncio.to_thread(running.wait, 10)
+    lane.enqueue(lambda: calls.append("second"))
+    lane.close(last)
+    lane.close(lambda: calls.append("another last"))
+    gate.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert lane._thread is not None
+    await asyncio.to_thread(lane._thread.join)
+    assert calls == ["first", "last"]
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
 async def test_errors_that_would_harm_the_loop_are_wrapped(lane: ThreadLane, error: BaseException) -> None:
     def fail() -> None:

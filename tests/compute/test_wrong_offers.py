@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,9 +55,9 @@ class Copies(ThreadLane):
 class KeepsIt(ThreadLane):
     """Leaves an offer where it is when it is closed."""
 
-    def close(self) -> None:
+    def close(self, last: Callable[[], object] | None = None) -> None:
         slot, self.offers = self.offers, None
-        super().close()
+        super().close(last)
         self.offers = slot
 
 

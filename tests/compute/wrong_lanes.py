@@ -84,8 +84,8 @@ class WaitsForDevice(StreamLane):
 class WaitsInClose(StreamLane):
     """Waits for the running call when it is closed."""
 
-    def close(self) -> None:
-        super().close()
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        super().close(last)
         if self._thread is not None:
             self._thread.join()
 

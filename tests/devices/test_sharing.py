@@ -16,6 +16,7 @@ import pytest
 import torch
 from compute.separate_double import closing
 from fork_server import context, fork_server
+from transports.shm_state import until
 
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices import cuda_sharing
@@ -277,3 +278,32 @@ def test_cuda_s_refusal_is_said_and_not_left_for_torch_s_next_kernel(name: str, 
     with pytest.raises(OSError, match=f"{name}: error 801"):
         CudaSharing(0).allocate(4096)
     assert library.calls[-1] == "cudaGetLastError"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_opened_memory_is_closed_once_with_the_copies_at_the_latest(library: Library, fails: bool) -> None:
+    """On the lane that reads it, and on none that is closed; also if the device refuses."""
+    fields = CudaSharing(0).allocate(4096).fields
+    device = DoubleDevice(0.0)
+    async with closing([device]):
+        copies = SharesDeviceMemory(device, StreamLane, CudaSharing(0))
+        opened = [await copies.open_shared(fields, peer=peer) for peer in (1, 1, 2)]
+        await copies.close_shared(opened[0], peer=1)
+        assert library.calls.count("cudaIpcCloseMemHandle") == 1
+        if fails:
+            library.fails["cudaIpcCloseMemHandle"] = 999
+        copies.close()
+        await until(lambda: library.calls.count("cudaIpcCloseMemHandle") == 3)
+
+
+async def test_memory_of_this_process_closes_with_the_copies_if_nobody_reads_it_any_more(library: Library) -> None:
+    device = DoubleDevice(0.0)
+    async with closing([device]):
+        copies = SharesDeviceMemory(device, StreamLane, CudaSharing(0))
+        memories = [await copies.share(4096, peer=1) for _ in range(2)]
+        copies.close_at_end(memories[1], peer=1)
+        assert not cuda_sharing._idle[0, 4096]
+        copies.close()
+        await until(lambda: bool(cuda_sharing._idle[0, 4096]))
+        assert CudaSharing(0).allocate(4096).fields == memories[1].fields
+        assert CudaSharing(0).allocate(4096).fields != memories[0].fields

@@ -241,9 +241,9 @@ def _read_publication(case: bytes) -> object:
     if which == b"f":
         return FailedStarts(Topology(0, 2), RUN_ID, _never, None)._read(value).process == PROCESS
     if which == b"o":
-        attempt = outcome(_Trial(context(), _Unreachable(), 0, 0.0)._try(value))  # type: ignore[arg-type]
-        assert attempt.reason
-        return attempt
+        reason = outcome(_Trial(context(), _Unreachable(), 0, 0.0)._try(value))  # type: ignore[arg-type]
+        assert reason
+        return reason
     published = _Published.unpack(0, value)
     return published.pack(), published.host == HOST
 

@@ -344,7 +344,7 @@ def _announcements() -> Iterator[Decode]:
         if BESIDE not in body:
             return message
         number, fields = number_of(message)
-        assert slots.refuse(number, fields)
+        slots.refuse(number, fields)
         return announced(message, CAP_BYTES)
 
     yield decode

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -18,13 +19,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from integrations.megatron_cases import FREE, laid_out, same
-from integrations.megatron_parts import Setup, Trainer
+import torch.distributed as dist
+from integrations.megatron_cases import FREE, MOE, SEQUENCE, STEPS, laid_out, same
+from integrations.megatron_parts import LENGTH, Setup, Trainer
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 from torch import Tensor, nn
 
 from rrfp import PipelineAborted
@@ -122,7 +131,10 @@ def groups_of_the_caller() -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         communicator = P2PCommunicator(pp_group=groups.pp, config=trainer.config)
         both = {"pg_collection": groups, "p2p_communicator": communicator}
-        same(trainer.step(run, 0, **both), Trainer(setup).step(run, 0), "groups")
+        wanted = Trainer(setup).step(run, 0)
+        same(trainer.step(run, 0, **both), wanted, "groups")
+        with made(pg_collection=groups) as other:
+            same(Trainer(setup).step(other, 0), wanted, "groups of the function")
         for name, passed in both.items():
             with refused(ConfigError, f"{name} is passed without"):
                 trainer.step(run, 1, **{name: passed})
@@ -156,6 +168,21 @@ def iterators_are_counted() -> None:
                 run(**{**arguments, "data_iterator": iterators})
         with refused(PipelineAborted, "draw from one data_iterator, and forwards of chunks run in any order"):
             run(**{**arguments, "data_iterator": [one, one]})
+
+
+def one_chunk_in_lists() -> None:
+    """A model and an iterator may be lists of one, and what says how tensors are shaped changes nothing."""
+    setup = Setup()
+    with laid_out(setup), made() as run:
+        trainer, other = Trainer(setup), Trainer(setup)
+        arguments = trainer.arguments(0)
+        for name in ("model", "data_iterator"):
+            arguments[name] = [arguments[name]]
+        shapes = {"adjust_tensor_shapes_fn": lambda *shapes: [(1, 1, 1)] * 2, "decoder_seq_length": 3}
+        run(**{**arguments, **shapes, "seq_length": None, "micro_batch_size": None})
+        get_forward_backward_func()(**other.arguments(0))
+        for mine, theirs in zip(trainer.bare[0].parameters(), other.bare[0].parameters(), strict=True):
+            assert torch.equal(mine.main_grad, theirs.main_grad)  # type: ignore[attr-defined]
 
 
 def iterator_that_ends_early() -> None:
@@ -256,6 +283,95 @@ def any_number_of_microbatches() -> None:
                 assert [name for name in seen if name.startswith("loss")] == ["loss 0", "loss 1"]
 
 
+def two_runs_are_alike() -> None:
+    """From the same seed, whatever the delays, hints and limits of each."""
+    for setup in (
+        Setup(pp=4, vp=2, microbatches=8),
+        Setup(tp=2, config=SEQUENCE),
+        Setup(tp=2, vp=2, config=MOE | SEQUENCE),
+        Setup(dp=2, ep=2, ddp="overlap", shards_optimizer=True, config=MOE),
+        Setup(cp=2, ddp="overlap"),
+    ):
+        with laid_out(setup), made() as first, made(**FREE) as second:
+            own, other = Trainer(setup), Trainer(replace(setup, jitter=True))
+            for step in range(STEPS):
+                same(own.step(first, step), other.step(second, step), f"{setup}, step {step}")
+            same(own.evaluate(first), other.evaluate(second), f"{setup}, forwards alone")
+
+
+def batches_are_broadcast_inside_tasks() -> None:
+    """One rank of tensor parallelism draws them and the others have no iterator, as in Megatron's get_batch."""
+    setup = Setup(tp=2, vp=2, config=SEQUENCE, options=FREE)
+
+    class Broadcasting(Trainer):
+        def arguments(self, step: int) -> dict[str, Any]:
+            arguments = super().arguments(step)
+            if parallel_state.get_tensor_model_parallel_rank():
+                arguments["data_iterator"] = [None] * len(self.chunks)
+            return arguments
+
+        def forward_step(self, data_iterator: Any, model: nn.Module, *checkpoints: bool) -> Any:
+            tokens = torch.empty(2, LENGTH + 1, dtype=torch.long)
+            if data_iterator is not None:
+                batch = next(data_iterator)
+                tokens = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1)
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            dist.broadcast(tokens, source, group=parallel_state.get_tensor_model_parallel_group())
+            return super().forward_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), model)
+
+    with laid_out(setup), made(**FREE) as run:
+        own, other = Broadcasting(setup), Trainer(setup)
+        for step in range(2):
+            same(own.step(run, step), other.step(get_forward_backward_func(), step), f"step {step}")
+
+
+def reruns_of_a_step() -> None:
+    """Megatron's rerun state machine validates the same results in the same order, and a re-run repeats them."""
+    setup = Setup(vp=2, options=FREE)
+
+    def validated(run: Callable[..., Any]) -> list[Any]:
+        machine, trainer = get_rerun_state_machine(), Trainer(setup)
+        calls: list[tuple[int, str, int, float]] = []
+
+        def loss(output: Tensor, non_loss_data: bool = False) -> Any:
+            mean = output.mean()
+            m = len(calls) % setup.microbatches
+            is_odd = (machine.current_iteration, m) == (1, 2)
+            machine.validate_result(mean.detach().clone(), lambda result: is_odd, "loss", fatal=False)
+            calls.append((machine.current_iteration, machine.state.name, m, mean.item()))
+            return mean, {"loss": mean.detach()}
+
+        trainer.loss = loss  # type: ignore[method-assign]
+        for step in range(3):
+            arguments = trainer.arguments(step)
+            arguments["data_iterator"] = [RerunDataIterator(each) for each in arguments["data_iterator"]]
+            while machine.should_run_forward_backward(arguments["data_iterator"]):
+                for chunk in trainer.chunks:
+                    chunk.zero_grad_buffer()
+                run(**arguments)
+            assert machine.should_checkpoint_and_exit() == (False, False, 0)
+            trainer.optimizer.step()
+        # The verdict of the rank that validates: the odd result came again.
+        assert (machine.suspicious_node is not None) is parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        return calls
+
+    seen = []
+    with laid_out(setup), made(**FREE) as own:
+        for run in (own, get_forward_backward_func()):
+            initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+            try:
+                seen.append(validated(run))
+            finally:
+                destroy_rerun_state_machine()
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    assert seen[0] == seen[1]
+    if is_last:
+        states = [state for _, state, m, _ in seen[0] if m == 0]
+        assert states == ["INITIAL_RUN", "INITIAL_RUN", "RERUNNING_IN_PLACE", "INITIAL_RUN"]
+        first, again = ([call[2:] for call in seen[0] if call[:2] == (1, state)] for state in states[1:3])
+        assert first == again
+
+
 class Toy(nn.Module):
     """A linear chunk with what Megatron's schedules ask of a model."""
 
@@ -265,6 +381,7 @@ class Toy(nn.Module):
         torch.manual_seed(3)
         self.linear = nn.Linear(4, 4)
         self.entered: Tensor | None = None
+        self.events: list[str] = []
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         (self.entered,) = tensors
@@ -355,6 +472,99 @@ def output_without_gradient() -> None:
         else:
             assert weight.grad is not None
             assert not weight.grad.any()
+
+
+def autocast_around_forwards() -> None:
+    """As ``enable_autocast`` says: tensors between stages are of its type, and the bits Megatron's."""
+
+    def loss(output: Tensor) -> Any:
+        assert output.dtype is torch.bfloat16
+        return _mean(output)
+
+    with laid_out(Setup(ddp="none")), made() as run:
+        models = []
+        for each in (run, get_forward_backward_func()):
+            arguments = toy_arguments(loss)
+            models.append(arguments["model"])
+            for name, value in (
+                ("enable_autocast", True),
+                ("autocast_dtype", torch.bfloat16),
+                ("pipeline_dtype", torch.bfloat16),
+            ):
+                setattr(models[-1].config, name, value)
+            each(**arguments)
+        for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+            assert mine.grad.any()
+
+
+def one_module_in_two_places() -> None:
+    """As Megatron's own tests pass it: one module for both chunks, ranges that nobody draws from, numbers as losses."""
+    with laid_out(Setup(vp=2)), made() as run:
+        module, loss = toy_arguments(None)["model"], dist.get_rank()
+
+        def step(iterator: Any, model: nn.Module) -> Any:
+            assert iterator == range(100)
+            return torch.rand(3, 2, 4), lambda output: (loss, {"loss": loss})
+
+        stored = run(
+            forward_step_func=step,
+            data_iterator=[range(100), range(100)],
+            model=[module, module],
+            num_microbatches=4,
+            seq_length=3,
+            micro_batch_size=2,
+            forward_only=True,
+        )
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        assert stored == [{"loss": loss}] * 4 * is_last
+
+
+def first_microbatches_are_flagged() -> None:
+    """Before the first forward of each chunk; in a validation only in its first step."""
+    setup = Setup(vp=2)
+
+    class Flagged(Toy):
+        def set_is_first_microbatch(self) -> None:
+            self.events.append("flag")
+
+        def forward(self, batch: Tensor | None) -> Tensor:
+            self.events.append("forward")
+            return super().forward(batch)
+
+    def events(run: Callable[..., Any], more: dict[str, Any]) -> list[list[str]]:
+        arguments = toy_arguments(_mean)
+        config, is_first = arguments["model"].config, parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        config.virtual_pipeline_model_parallel_size, config.overlap_p2p_comm = 2, True
+        config.microbatch_group_size_per_vp_stage = 2
+        chunks = [Flagged(config, first=is_first and not number) for number in range(2)]
+        run(**{**arguments, "model": chunks, "data_iterator": [arguments["data_iterator"], None]}, **more)
+        return [chunk.events for chunk in chunks]
+
+    with laid_out(setup), made(**FREE) as run:
+        for more, flags in (
+            ({}, ["flag"]),
+            ({"forward_only": True}, ["flag"]),
+            ({"forward_only": True, "first_val_step": True}, ["flag"]),
+            ({"forward_only": True, "first_val_step": False}, []),
+        ):
+            seen = events(run, more)
+            assert seen == [flags + ["forward"] * 4] * 2, (more, seen)
+            assert seen == events(get_forward_backward_func(), more)
+
+
+def inputs_are_read_only() -> None:
+    """A chunk that writes into what came from another stage is an error, by name."""
+
+    def step(loss_func: Any, iterator: Any, model: Any) -> Any:
+        if model.entered is not None:
+            with torch.no_grad():
+                model.entered.mul_(2)
+        return _toy_step(loss_func, iterator, model)
+
+    match = r"task F0@1: .*Toy on virtual stage 1 wrote into its input, which comes from another stage"
+    with laid_out(Setup(ddp="none")), made() as run, refused(PipelineAborted, match):
+        run(**toy_arguments(_mean, step))
 
 
 def a_list_of_tensors_is_refused() -> None:

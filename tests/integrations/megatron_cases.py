@@ -34,6 +34,9 @@ CASES = {
     "pp4 vp2 free": Setup(pp=4, vp=2, microbatches=8, options=FREE),
     "tp2 sequence": Setup(tp=2, config=SEQUENCE),
     "tp2 vp2 sequence free": Setup(tp=2, vp=2, config=SEQUENCE, options=FREE),
+    "cp2": Setup(cp=2),
+    "cp2 vp2 free": Setup(cp=2, vp=2, ddp="overlap", options=FREE),
+    "tp2 cp2 free": Setup(tp=2, cp=2, config=SEQUENCE, options=FREE),
     "overlap": Setup(ddp="overlap"),
     "overlap vp2 free": Setup(ddp="overlap", vp=2, options=FREE),
     "align": Setup(ddp="align"),
@@ -55,6 +58,7 @@ CASES = {
     "experts tp2": Setup(tp=2, config=MOE | SEQUENCE),
     "experts ep2": Setup(dp=2, ep=2, config=MOE),
     "experts ep2 free": Setup(dp=2, ep=2, config=MOE, options=FREE),
+    "experts cp2 ep2 free": Setup(cp=2, ep=2, config=MOE, options=FREE),
     "experts ep2 sharded": Setup(dp=2, ep=2, ddp="overlap", shards_optimizer=True, dtype="bf16", config=MOE),
     "several tokens": Setup(config={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}),
     "bf16": Setup(dtype="bf16", options=FREE),
@@ -86,6 +90,7 @@ CASES = {
     "fused, deferred": Setup(config=FUSED | {"defer_embedding_wgrad_compute": True}, options=FREE),
     "timers": Setup(timers=True),
     "dropout": Setup(config={"hidden_dropout": 0.1, "attention_dropout": 0.1}, options=FREE),
+    "dropout tp2": Setup(tp=2, config={"hidden_dropout": 0.1, "attention_dropout": 0.1}, options=FREE),
     "overwriting": Setup(overwrites=True, options=FREE),
     "overwriting vp2": Setup(overwrites=True, vp=2, options=FREE),
 }
@@ -98,6 +103,7 @@ def laid_out(setup: Setup) -> Iterator[None]:
         setup.tp,
         setup.pp,
         virtual_pipeline_model_parallel_size=setup.vp,
+        context_parallel_size=setup.cp,
         expert_model_parallel_size=setup.ep,
     )
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from integrations import megatron_prepared  # noqa: F401
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -49,6 +50,8 @@ class Setup:
     #: Model chunks of a rank; None: Megatron's schedule without interleaving.
     vp: int | None = None
     tp: int = 1
+    #: Context parallelism: each rank has a part of every sequence.
+    cp: int = 1
     dp: int = 1
     #: Expert parallelism, over replicas.
     ep: int = 1
@@ -73,7 +76,7 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.cp * self.dp
 
 
 class Timer:
@@ -129,6 +132,7 @@ class Trainer:
             "tensor_model_parallel_size": setup.tp,
             "pipeline_model_parallel_size": setup.pp,
             "virtual_pipeline_model_parallel_size": setup.vp,
+            "context_parallel_size": setup.cp,
             "expert_model_parallel_size": setup.ep,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
@@ -153,6 +157,8 @@ class Trainer:
         # Copies of tied embeddings begin alike.
         torch.manual_seed(7 if setup.ties and (is_first or is_last) else 100 + number * stages + self.rank)
         spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        if setup.cp > 1:
+            spec.submodules.self_attention.submodules.core_attention = GatheringAttention
         own = {} if setup.vp is None else {"vp_stage": number}
         if config.mtp_num_layers:
             predicting = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **own)
@@ -231,9 +237,12 @@ class Trainer:
         length = batch["tokens"].shape[1]
         if self.setup.jitter:
             time.sleep(self._jitter.expovariate(1.0) / 200)
-        mask = torch.ones(1, 1, length, length).triu(1).bool()
-        positions = torch.arange(length).expand(2, -1)
-        output: Tensor = model(batch["tokens"], positions, mask, labels=batch["labels"])
+        # Of a sequence, what this rank of context parallelism has.
+        part, rank = length // self.setup.cp, parallel_state.get_context_parallel_rank()
+        own = slice(rank * part, (rank + 1) * part)
+        mask = torch.ones(1, 1, length, length).triu(1).bool()[:, :, own]
+        positions = torch.arange(length).expand(2, -1)[:, own]
+        output: Tensor = model(batch["tokens"][:, own], positions, mask, labels=batch["labels"][:, own])
         return output, self.loss
 
     def loss(self, output: Tensor, non_loss_data: bool = False) -> Any:
@@ -292,6 +301,36 @@ class Trainer:
 
     def modules(self) -> Iterator[nn.Module]:
         return (module for chunk in self.bare for module in chunk.modules())
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks of a group, one behind the other."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, parts = group, [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        summed = gradients[0].clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class GatheringAttention(nn.Module):
+    """Attention of a rank's own part of a sequence to all of it, in the place of TransformerEngine's."""
+
+    def __init__(self, config: Any, **more: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **more: Any) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        every = (_Gathered.apply(each, group) for each in (key, value))  # type: ignore[no-untyped-call]
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, *every))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~mask)
+        return attended.permute(2, 0, 1, 3).flatten(2)
 
 
 def _overwrite(chunk: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-core on a CPU, with a kernel that it looks for when it is imported: import this before any part of it."""
+"""Megatron-core on a CPU, with what its rarer features look for: import this before any part of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -15,12 +17,20 @@ def accumulate(inputs: Tensor, gradients: Tensor, main_grad: Tensor) -> None:
     main_grad.addmm_(gradients.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
 
 
+class Autocast(torch.autocast):
+    """Of the CPU, where one of CUDA is asked for."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
 def prepare() -> None:
     fused = ModuleType("fused_weight_gradient_mlp_cuda")
     vars(fused).update(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
     sys.modules[fused.__name__] = fused
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import_module("megatron_on_cpu")
+    torch.autocast, torch.cuda.set_rng_state = Autocast, torch.set_rng_state  # type: ignore[misc, assignment]
 
 
 prepare()

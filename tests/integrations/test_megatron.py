@@ -38,14 +38,18 @@ QUICK = {
     2: (
         *("pp2 free", "pp2 vp2 free", "fused, deferred", "overwriting vp2", "enabled_and_disabled", "forms_of_losses"),
         *("signatures_of_all_versions", "flags_are_refused", "iterator_that_ends_early", "without_a_launcher"),
+        *("reruns_of_a_step", "autocast_around_forwards"),
     ),
-    4: ("tp2 vp2 sequence free", "sharded optimizer, vp2 free", "any_number_of_microbatches"),
+    4: ("cp2 vp2 free", "tp2 vp2 sequence free", "sharded optimizer, vp2 free", "any_number_of_microbatches"),
 }
 OTHER_BEHAVIOUR = (
     *("without_pipeline_parallelism", "groups_of_the_caller", "iterators_are_counted", "error_of_the_callers_code"),
     *("lengths_of_any_kind", "orders_do_not_matter", "output_without_gradient", "a_list_of_tensors_is_refused"),
     *("finalize_runs_on_the_callers_thread", "several_models"),
+    *("one_module_in_two_places", "first_microbatches_are_flagged", "inputs_are_read_only"),
+    "one_chunk_in_lists",
 )
+OTHER_BEHAVIOUR_ON_4 = ("two_runs_are_alike", "batches_are_broadcast_inside_tasks")
 #: Every case of `megatron_cases.CASES` that is not above.
 OTHER_ON_2 = (
     *("pp2", "pp2 vp2", "overlap", "overlap vp2 free", "align", "align vp2 free", "per token", "experts"),
@@ -56,7 +60,9 @@ OTHER_ON_4 = (
     *("pp4 tied", "pp4 vp2", "pp4 vp2 free", "tp2 sequence", "dp2", "dp2 overlap", "sharded optimizer"),
     *("sharded optimizer, gathering", "sharded optimizer, bf16", "sharded optimizer, vp2 aligned", "per token dp2"),
     *("experts tp2", "experts ep2", "experts ep2 free", "experts ep2 sharded", "recompute partly"),
+    *("cp2", "experts cp2 ep2 free", "dropout tp2"),
 )
+OTHER_ON_8 = ("tp2 cp2 free",)
 
 
 def run(jobs: Mapping[int, Sequence[str]]) -> None:
@@ -98,8 +104,15 @@ def test_on_four_ranks_all_other_bits_are_megatrons(start: int) -> None:
 @needs_megatron
 @pytest.mark.long
 @pytest.mark.timeout(300)
+def test_on_eight_ranks_all_other_bits_are_megatrons() -> None:
+    run({8: OTHER_ON_8})
+
+
+@needs_megatron
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_it_behaves_as_megatrons_schedules_do() -> None:
-    run({2: OTHER_BEHAVIOUR})
+    run({2: OTHER_BEHAVIOUR, 4: OTHER_BEHAVIOUR_ON_4})
 
 
 @needs_megatron
@@ -117,13 +130,17 @@ def test_whoever_is_killed_the_others_end_and_name_it() -> None:
 
 
 def test_every_case_is_run() -> None:
-    module = ast.parse((Path(__file__).parent / "megatron_cases.py").read_text(encoding="utf-8"))
-    assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
-    cases = assigned["CASES"]
-    assert isinstance(cases, ast.Dict)
-    names = [ast.literal_eval(key) for key in cases.keys if key is not None]
-    listed = [*QUICK[2], *QUICK[4], *OTHER_ON_2, *OTHER_ON_4]
-    assert sorted(names) == sorted(name for name in listed if name in names)
+    cases, behaviour = (
+        ast.parse((Path(__file__).parent / f"megatron_{name}.py").read_text(encoding="utf-8")).body
+        for name in ("cases", "behaviour")
+    )
+    assigned = {ast.unparse(node.targets[0]): node.value for node in cases if isinstance(node, ast.Assign)}
+    assert isinstance(assigned["CASES"], ast.Dict)
+    names = [ast.literal_eval(key) for key in assigned["CASES"].keys if key is not None]
+    functions = [node for node in behaviour if isinstance(node, ast.FunctionDef) and not ast.unparse(node.args)]
+    names += [node.name for node in functions if node.name != "started_by_a_variable"]
+    of_ranks = (OTHER_ON_2, OTHER_ON_4, OTHER_ON_8, OTHER_BEHAVIOUR, OTHER_BEHAVIOUR_ON_4)
+    assert sorted(names) == sorted(name for every in (*QUICK.values(), *of_ranks) for name in every)
 
 
 # The environment variable.
@@ -184,10 +201,25 @@ def test_all_flags_that_are_on_are_named_at_once() -> None:
     check_config(SimpleNamespace(cuda_graph_impl="none", gtp_weight_remat_size=1))
 
 
-@pytest.mark.parametrize("name", ["order", "strict", "split", "chunks", "loss_fn", "seed"])
+@pytest.mark.parametrize("name", ["order", "strict", "replay", "split", "chunks", "loss_fn", "seed"])
 def test_options_that_megatron_decides_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must not be passed: "):
         check_options({name: None})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"limits": "2n"}, r"unknown option 'limits' \(did you mean 'limit'\?\)"),
+        ({"hint": "foo"}, "hint is 'foo', must be one of"),
+        ({"hint": "slot-aware-pyramid"}, "hint is 'slot-aware-pyramid', which orders microbatches itself"),
+        ({"topology": None, "stall_after": -1, "seed": 1}, "(?s)seed must not.*option 'topology'.*stall_after is -1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_there_is_a_model(options: dict[str, Any], match: str) -> None:
+    check_options({"limit": "2n", "transport": "shm"})
+    with pytest.raises(ConfigError, match=match):
+        check_options(options)
 
 
 def test_limits_count_microbatches() -> None:

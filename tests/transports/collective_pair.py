@@ -48,10 +48,8 @@ async def announce_raw(
 
 def post(left: CollectiveTransport, *tensors: torch.Tensor) -> asyncio.Future[None]:
     """Send tensors without an announcement, as the next transfer."""
-    one_way = link_of(left).beside._outgoing
-    sent: asyncio.Future[None] = one_way.new_future()
-    one_way.post(tensors, sent)
-    return sent
+    sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    return link_of(left).beside._outgoing.post(tensors, sent)  # type: ignore[no-any-return]
 
 
 class Held:

@@ -10,11 +10,12 @@ import torch
 import transports.makers as makers
 from transports.collective_pair import Held, announce, announce_raw, ends, link_of, post
 
-from rrfp.errors import ConfigError, FrameError
+from rrfp import timeouts
+from rrfp.errors import ConfigError, FrameError, PeerLostError
 from rrfp.testing.transport_checks import Pair
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.base import Channel, Plain
-from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, WANT
+from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, STAGED, WANT
 
 _LIMIT = 1 << 20
 
@@ -34,8 +35,11 @@ BAD: dict[str, tuple[str, Plain]] = {
 
 
 @pytest.mark.parametrize(("field", "entry"), BAD.values(), ids=BAD)
-async def test_a_bad_announcement_is_one_frame_error_and_the_next_message_arrives(field: str, entry: Plain) -> None:
-    """One whose number is good takes that number: its tensors may have been posted."""
+async def test_a_bad_announcement_is_one_frame_error_and_one_of_a_transfer_ends_the_link(
+    field: str, entry: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the number is good its tensors may have been posted, and would be taken for those of the next one."""
+    monkeypatch.setattr(timeouts, "FAREWELL_TIMEOUT_S", 0.05)
     async with ends(max_message_bytes=_LIMIT) as (left, right):
         await announce_raw(left, entry)
         with pytest.raises(FrameError) as raised:
@@ -43,9 +47,12 @@ async def test_a_bad_announcement_is_one_frame_error_and_the_next_message_arrive
         assert (raised.value.peer, raised.value.field) == (0, field)
         assert right.statistics().dropped_frames == 1
         if isinstance(entry, list) and len(entry) == 3 and entry[0] == 0:
-            link_of(left)._number = link_of(left).beside._outgoing.number = 1
-        pair = Pair(left, right, makers.RUN_ID)
-        assert index_of(await pass_on(pair, data(torch.ones(3), index=5))) == 5
+            await announce(left, ["float32", [3], False], number=1)
+            with pytest.raises(PeerLostError, match="an announcement was refused"):
+                await soon(right.receive(), "the loss is reported")
+        else:
+            pair = Pair(left, right, makers.RUN_ID)
+            assert index_of(await pass_on(pair, data(torch.ones(3), index=5))) == 5
 
 
 async def test_announcements_on_control_again_or_with_the_tensor_itself_are_refused() -> None:
@@ -79,7 +86,7 @@ async def test_a_bad_entry_of_the_links_is_one_frame_error(name: str, entry: Pla
             await soon(right.receive(), "the bad entry is raised")
 
 
-@pytest.mark.parametrize("name", [BESIDE, ENTRY, CREDIT, WANT, FAREWELL])
+@pytest.mark.parametrize("name", [BESIDE, ENTRY, CREDIT, WANT, FAREWELL, STAGED])
 async def test_a_body_with_an_entry_of_the_transport_s_own_is_refused(name: str) -> None:
     async with ends() as (left, _):
         with pytest.raises(ConfigError, match=name):

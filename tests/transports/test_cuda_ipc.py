@@ -23,7 +23,7 @@ from rrfp.testing.transport_checks.pair import (
 )
 from rrfp.transports.base import Channel, Message, Plain
 from rrfp.transports.cuda_ipc.slots import SLOTS
-from rrfp.transports.tunnel.announcements import BESIDE, DEVICES, ENTRY
+from rrfp.transports.tunnel.announcements import BESIDE, ENTRY, STAGED
 
 # Announcements.
 
@@ -76,7 +76,7 @@ async def test_a_control_message_cannot_announce_tensors() -> None:
             await soon(made.right.receive(), "the bad announcement is raised")
 
 
-@pytest.mark.parametrize("name", [BESIDE, ENTRY, DEVICES])
+@pytest.mark.parametrize("name", [BESIDE, ENTRY, STAGED])
 async def test_a_body_with_an_entry_of_the_transport_s_own_is_refused(name: str) -> None:
     async with ends() as made:
         with pytest.raises(ConfigError, match=name):

@@ -9,12 +9,13 @@ import pytest
 import torch
 import transports.makers as makers
 from compute.separate_double import SeparateDouble, check_races, closing, put, scribble
+from transports.shm_state import until
 from transports.slot_ends import Ends, Stuck, ends, kinds
 from transports.staged_ends import on
 
 from rrfp import timeouts
 from rrfp.errors import PeerLostError, TransportClosedError, TransportError
-from rrfp.lab.device_double import DoubleError, DoubleEvent
+from rrfp.lab.device_double import DoubleError, DoubleEvent, DoubleMemory
 from rrfp.testing.transport_checks.pair import (
     assert_same,
     data,
@@ -170,6 +171,42 @@ async def test_an_abort_of_the_sender_is_a_loss_although_its_memory_is_being_rea
             await soon(made.right.receive(), "the loss is reported")
         async with running(made.right.receive()) as receiving:
             await stays_pending(receiving, "a lost peer was reported twice")
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose shared memory was closed."""
+    closed, close = list[str](), DoubleMemory.close
+
+    def recording(memory: DoubleMemory, **options: bool) -> None:
+        close(memory, **options)
+        closed.append("its own" if memory._is_own else "a peer's")
+
+    monkeypatch.setattr(DoubleMemory, "close", recording)
+    return closed
+
+
+async def test_after_an_abort_shared_memory_is_closed_at_both_ends(closed: list[str]) -> None:
+    async with ends() as made:
+        await made.left.send(1, data(on(made.devices[0], 1)))
+        await receive(made.right)
+        await made.right.send(0, note(4))  # behind the slot that was given back
+        await receive(made.left)
+        made.left.abort()
+        await until(lambda: sorted(closed) == ["a peer's", "its own"])
+        made.right.abort()
+        await until(lambda: sorted(closed) == ["a peer's", "a peer's", "its own", "its own"])
+
+
+async def test_after_an_abort_memory_that_the_peer_may_still_read_is_not_used_again(closed: list[str]) -> None:
+    target = Stuck()
+    async with ends(SeparateDouble(0.0), target, may_race=True) as made:
+        await made.left.send(1, data(on(made.devices[0], 1)))
+        made.left.abort()
+        await until(lambda: closed == ["a peer's"])
+        made.right.abort()
+        await asyncio.to_thread(target.close)  # the copy ends
+        await until(lambda: sorted(closed) == ["a peer's", "a peer's", "its own"])
 
 
 async def test_a_failure_of_the_device_is_raised_by_the_end_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ async def test_two_receivers_get_a_message_each() -> None:
 
 
 async def test_control_stays_in_order_behind_a_copy_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.transports.tunnel.staged.LATE_S", 0.0)
+    monkeypatch.setattr("rrfp.transports.tunnel.transport.LATE_S", 0.0)
     async with ends() as pair:
         device, gate = pair.devices[0], pair.copies[1]
         assert gate is not None
@@ -152,7 +152,7 @@ def never(count: int) -> float:
 
 
 async def test_an_abort_and_a_loss_get_through_although_the_device_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.transports.tunnel.staged.LATE_S", 0.05)
+    monkeypatch.setattr("rrfp.transports.tunnel.transport.LATE_S", 0.05)
     async with ends(devices=(SeparateDouble(), SeparateDouble(never))) as pair:
         for index in range(4):
             await pair.left.send(1, data(on(pair.devices[0], index), index=index))
@@ -167,7 +167,7 @@ async def test_an_abort_and_a_loss_get_through_although_the_device_is_stuck(monk
 async def test_a_loss_that_was_read_before_the_copy_is_late_is_raised_once_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rrfp.transports.tunnel.staged.LATE_S", 0.2)
+    monkeypatch.setattr("rrfp.transports.tunnel.transport.LATE_S", 0.2)
     async with ends(devices=(SeparateDouble(), SeparateDouble(never))) as pair:
         await pair.left.send(1, data(on(pair.devices[0], 1)))
         pair.left.abort()  # so the loss is read right behind the message

@@ -12,10 +12,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rrfp.errors import StageError
+from rrfp.model.record import record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Execution(Generic[T]):
     """A completed call.
 
@@ -113,6 +113,10 @@ class Lane(ABC):
     def stack(self) -> str:
         """The Python stack of the running call, for reports; empty if none runs. Called on any thread."""
         return ""
+
+    def core_wait(self) -> float | None:
+        """Seconds since `start` for which the thread of the calls could run and had no core; None where unknown."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

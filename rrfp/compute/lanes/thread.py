@@ -6,20 +6,20 @@ The thread knows nothing of tasks. It is a daemon and never joined, so a hanging
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import queue
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rrfp import timeouts
 from rrfp.compute.lanes.base import Execution, Lane, OfferSlot, as_exception
 from rrfp.compute.tracebacks import stack_of
 from rrfp.plain import whole
+from rrfp.threads import ending
 
 T = TypeVar("T")
 
@@ -29,13 +29,10 @@ _Call = tuple[Callable[[], Any], asyncio.Future[Any] | None]
 #: The lowest priority of a thread on Linux.
 LOWEST_NICE = 19
 
-#: Threads of closed lanes.
-_closed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
 
 def lane_is_closed() -> bool:
     """Whether the calling thread is that of a closed lane."""
-    return threading.current_thread() in _closed
+    return threading.current_thread() in ending
 
 
 class ThreadLane(Lane):
@@ -62,6 +59,8 @@ class ThreadLane(Lane):
         self.offers: OfferSlot | None = OfferSlot()
         #: On the thread: the offered call that comes next.
         self._taken: _Call | None = None
+        #: What is called when the lane is closed.
+        self._last: _Call | None = None
 
     def start(self) -> None:
         """Start the thread. See :meth:`Lane.start`."""
@@ -87,20 +86,34 @@ class ThreadLane(Lane):
         """See :meth:`Lane.stack`."""
         return "" if self._thread is None else stack_of(self._thread.ident)
 
-    def close(self) -> None:
-        """See :meth:`Lane.close`. May be called twice, and on any thread."""
+    def core_wait(self) -> float | None:
+        """See :meth:`Lane.core_wait`; Linux counts it."""
+        thread = None if self._thread is None else self._thread.native_id
+        with suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
+        return None
+
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """See :meth:`Lane.close` and `CopyLane.close`. May be called twice, and on any thread."""
+        if last is not None and self._loop is not None and not self._closed:
+            future: asyncio.Future[Any] = self._loop.create_future()
+            future.add_done_callback(lambda done: done.exception())  # which nobody waits for
+            self._last = last, future
         self._closed = True
         self._calls.put(None)
         if self.offers is not None:
             self.offers.withdraw()
         if self._thread is not None:
-            _closed.add(self._thread)
+            ending.add(self._thread)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         _lower_priority(self._nice)
         while (item := self._next_call()) is not None:
             self._run(*item, loop)
             del item  # otherwise the last call and its closure would live until the next one
+        if (item := self._last) is not None:
+            self._last = None
+            self._run(*item, loop)
 
     def _next_call(self) -> _Call | None:
         taken, self._taken = self._taken, None
@@ -158,15 +171,6 @@ def complete(future: asyncio.Future[Execution[T]], execution: Execution[T] | Non
     else:
         assert execution is not None
         future.set_result(execution)
-
-
-@atexit.register
-def _let_calls_end() -> None:
-    """Wait a moment for running calls of closed lanes."""
-    # Why not just exit? A call that returns while the interpreter shuts down ends the process by SIGABRT.
-    deadline = time.monotonic() + timeouts.EXIT_GRACE_S
-    for thread in list(_closed):
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _lower_priority(nice: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from rrfp import Limit
 from rrfp.errors import ConfigError, Faults
+from rrfp.pipeline.options import OptionArguments, complete
 
 #: The default limit: as much as Megatron's own schedule holds.
 WINDOW = "megatron"
@@ -40,6 +41,7 @@ WEIGHT_GATHERING = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 DECIDED: Mapping[str, str] = {
     "order": "code of Megatron's counts on natural order",
     "strict": "fixed orders are Megatron's own: leave enable() out",
+    "replay": "code of Megatron's counts on natural order",
     "split": "Megatron's backward is whole",
     "unsplittable": "Megatron's backward is whole",
     "chunks": "the model list has them",
@@ -58,7 +60,7 @@ SHARDED = ("FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataPar
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for an option that Megatron decides, or a limit on bytes."""
+    """Raise a ConfigError for options that do not fit, that Megatron decides, or for a limit on bytes."""
     with Faults() as faults:
         for name, reason in DECIDED.items():
             if name in options:
@@ -70,6 +72,9 @@ def check_options(options: Mapping[str, Any]) -> None:
                     raise ConfigError(
                         f"limit is {limit!r}, must count microbatches: what Megatron's activations hold is not measured"
                     )
+        left = {name: value for name, value in options.items() if name not in DECIDED and name != "limit"}
+        with faults.kept():
+            complete(cast("OptionArguments", {**left, "order": "natural"}))
 
 
 def check_config(config: Any) -> None:

@@ -289,7 +289,7 @@ def _run(
     from rrfp.lab.sweep.runs import SweepFile, SweepRow
     from rrfp.lab.sweep.runs import sweep as run_sweep
 
-    with nullcontext() if csv is None else SweepFile(csv) as file, _progress_bar(len(experiments)) as advance:
+    with nullcontext() if csv is None else SweepFile(csv) as file, progress_bar(len(experiments)) as advance:
 
         def on_outcome(outcome: SweepRow | Skip) -> None:
             if file is not None and isinstance(outcome, SweepRow) and is_asked(outcome):
@@ -308,7 +308,7 @@ def _run(
 
 
 @contextmanager
-def _progress_bar(total: int) -> Iterator[Any]:
+def progress_bar(total: int | None = None) -> Iterator[Any]:
     """A bar on a terminal's stderr; gives what advances it by one."""
     from rich.console import Console
     from rich.progress import (

@@ -18,9 +18,10 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
 from rrfp.plain import Reader, number, or_none, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
-from rrfp.trace.chrome import LAUNCHED, SIZES, STEPS_THREAD
+from rrfp.trace.chrome import CORE_WAITS, LAUNCHED, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
-from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.job_data import JOB, TracedJob
+from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
 
 #: Readers of the numbers of a file, which the caller of `read_chrome` knows.
 _whole, _number = partial(whole, error=value_error), partial(number, error=value_error)
@@ -58,6 +59,12 @@ def read_clock_error(other_data: Any) -> float:
     return sum(sorted(errors)[-2:])  # of the two ranks that know their offsets least
 
 
+def read_job(other_data: Any) -> TracedJob | None:
+    """How the job ran, where the file says so."""
+    plain = other_data.get(JOB) if isinstance(other_data, dict) else None
+    return None if plain is None else TracedJob.from_plain(plain)
+
+
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
 #: A larger thread id is a mistake: reports have a row for each stage.
 MOST_STAGES = 16_384
@@ -75,6 +82,8 @@ class TracedRun:
     clock_error: float = 0.0
     #: Of its virtual stages, if they have names; None: a chain.
     graph: TaskGraph | None = None
+    #: How it ran; None where the file does not say.
+    job: TracedJob | None = None
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -106,8 +115,9 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
             except ValueError as error:
                 raise ConfigError(f"{os.fspath(path)}: traceEvents[{index}]: {error}") from None
     try:
-        clock_error = read_clock_error(document.get("otherData"))
-        runs = [replace(_Reader().read(pairs), clock_error=clock_error) for pairs in by_run.values()]
+        other = document.get("otherData")
+        clock_error, job = read_clock_error(other), read_job(other)
+        runs = [replace(_Reader().read(pairs), clock_error=clock_error, job=job) for pairs in by_run.values()]
     except ValueError as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from None
     runs = [run for run in runs if run.steps and run.num_stages]
@@ -134,6 +144,7 @@ class _Reader:
         self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
         self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
         self._sizes: dict[int, tuple[float, ...] | None] = {}
+        self._core_waits: dict[int, tuple[CoreWait, ...]] = {}
         #: Step -> the first event of one of its stages.
         self._mentioned: dict[int, int] = {}
         self._graph: TaskGraph | None = None
@@ -194,6 +205,7 @@ class _Reader:
         self._steps[step] = (start, end)
         self._peaks[step] = _peaks(args.get("peaks", {}))
         self._sizes[step] = _sizes(args[SIZES]) if SIZES in args else None
+        self._core_waits[step] = _core_waits(args.get(CORE_WAITS, {}))
 
     def _read_slice(self, step: int, start: float, end: float, event: dict[str, Any]) -> None:
         tid, name = _read(whole, "tid", event), _read(text, "name", event)
@@ -216,8 +228,10 @@ class _Reader:
         except ValueError as error:
             raise ConfigError(f"traceEvents[{index}]: {error}") from None
         messages = tuple(self._messages[step])
-        peaks, sizes = self._peaks[step], self._sizes[step]
-        return StepTrace(step, start, end, tasks, waits, messages, peaks=peaks, skipped=skipped, sizes=sizes)
+        stage_data: Any = {"peaks": self._peaks[step], "core_waits": self._core_waits[step]}
+        return StepTrace(
+            step, start, end, tasks, waits, messages, skipped=skipped, sizes=self._sizes[step], **stage_data
+        )
 
 
 def _read(reader: Reader, name: str, data: dict[str, Any], prefix: str = "", *span: float) -> Any:
@@ -244,6 +258,13 @@ def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"args.peaks is {shown(by_stage)}, must be numbers from 0 on by name, by stage") from None
     return read
+
+
+def _core_waits(by_stage: Any) -> tuple[CoreWait, ...]:
+    field = f"args.{CORE_WAITS}"
+    if not isinstance(by_stage, dict) or not all(stage.isascii() and stage.isdigit() for stage in by_stage):
+        raise ValueError(f"{field} is {shown(by_stage)}, must be seconds by stage")
+    return tuple(CoreWait(int(stage), _number(field, seconds, 0)) for stage, seconds in by_stage.items())
 
 
 def _sizes(value: Any) -> tuple[float, ...]:

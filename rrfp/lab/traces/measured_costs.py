@@ -278,7 +278,7 @@ def measured_costs(
         )
     if step == "typical":
         chosen = [sorted(steps, key=lambda each: each.seconds)[(len(steps) - 1) // 2]]
-    table, measured, filled = _table(chosen, np.mean if step == "mean" else np.median, latency)
+    table, measured, filled = table_of(chosen, np.mean if step == "mean" else np.median, latency)
     return MeasuredCosts(
         table,
         None if step in ("median", "mean") else chosen[0].number,
@@ -322,7 +322,9 @@ def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: 
     return f"{name} has {len(numbers)} training step(s), and skip-first is {skip_first}, must be less"
 
 
-def _table(steps: Sequence[TracedStep], middle: Middle, latency: str | None) -> tuple[CostTable, int, int]:
+def table_of(
+    steps: Sequence[TracedStep], middle: Middle = np.median, latency: str | None = None
+) -> tuple[CostTable, int, int]:
     """The table, and how many latencies are measured and filled in."""
     shape, microbatches, visits = steps[0].shape, steps[0].microbatches, steps[0].visits
     sizes = steps[0].sizes if len({step.sizes for step in steps}) == 1 else None

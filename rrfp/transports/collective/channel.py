@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -16,12 +15,13 @@ from rrfp.transports.base import Channel, Plain
 from rrfp.transports.links.flow import settle
 from rrfp.transports.tunnel.announcements import BESIDE, ENTRY
 from rrfp.transports.tunnel.link import TunnelLink
-from rrfp.transports.tunnel.p2p import P2PError
+from rrfp.transports.tunnel.p2p import P2PError, Transfer
 from rrfp.transports.wire.header_checks import TensorSpec
 
+_Result = TypeVar("_Result")
 
-@dataclass(frozen=True, order=True, slots=True)
-class RankPair:
+
+class RankPair(NamedTuple):
     """Source and target of a group; ranks make theirs in ascending order."""
 
     source: int
@@ -36,8 +36,6 @@ class PairGroup(Protocol):
 
     #: Where `move` is called, in the order of numbers; not started.
     lane: CopyLane
-    #: Whether the number tells transfers apart, so that one may be left out.
-    has_tags: bool
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Move tensors that are not empty: complete on return, or on the lane's stream."""
@@ -70,13 +68,9 @@ class _OneWay:
         self._error: RrfpError | None = None
         group.lane.start()
 
-    def new_future(self) -> asyncio.Future[Any]:
-        """For the end of a transfer, whose error may go unread."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
-
-    def post(self, tensors: Sequence[Tensor], done: asyncio.Future[Any], result: Any = None) -> None:
+    def post(
+        self, tensors: Sequence[Tensor], done: asyncio.Future[_Result], result: Any = None
+    ) -> asyncio.Future[_Result]:
         """Begin the next transfer; ``done`` gets ``result``, or the error."""
         number, self.number = self.number, self.number + 1
         if self._error is not None:
@@ -87,6 +81,7 @@ class _OneWay:
             self._pending.add(done)
             moving = self.group.lane.enqueue(partial(_move, self.group, number, filled))
             moving.add_done_callback(partial(self._on_moved, done, result))
+        return done
 
     def _on_moved(self, done: asyncio.Future[Any], result: Any, moving: asyncio.Future[Any]) -> None:
         self._pending.discard(done)
@@ -101,6 +96,13 @@ class _OneWay:
                 settle(done, type(error)(*error.args))
             self.group.lane.close()
             self.group.abort()
+
+
+def _future() -> asyncio.Future[Any]:
+    """For the end of a transfer, whose error may go unread."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
 
 
 def _move(group: PairGroup, number: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -119,81 +121,62 @@ class GroupChannel:
         self._outgoing = _OneWay(outgoing)
         self._incoming = _OneWay(incoming)
         self._backend = backend
-        self._peer = link.peer
-        #: By number, announced transfers that wait for earlier ones; None for those that are left out.
+        self._link = link
+        #: By number, announced transfers that wait for earlier ones; None for those that were refused.
         self._early: dict[int, _Announced | None] = {}
-        self._is_out_of_step = False
+        #: Why no more is received: the bytes of a transfer that is left out would be taken for those of the next one.
+        self._out_of_step = ""
 
     def moves(self, tensor: Tensor) -> bool:
-        """See `P2PChannel.moves`."""
         # The base transport can bring empty tensors of the host, and has their dtype and shape in its header.
         return self._backend.holds(tensor) and not (tensor.is_cpu and tensor.numel() == 0)
 
-    async def prepare(self, tensors: Sequence[Tensor]) -> GroupTransfer:
-        """See `P2PChannel.prepare`."""
-        return GroupTransfer(self._outgoing, tensors)
+    async def prepare(self, tensors: Sequence[Tensor]) -> Transfer:
+        return Transfer(None, partial(self._send, tensors))
+
+    def _send(self, tensors: Sequence[Tensor], number: int, channel: Channel) -> Awaitable[None]:
+        return self._outgoing.post(tensors, _future())
 
     def receive(self, number: int, specs: Sequence[TensorSpec], fields: Plain) -> Awaitable[list[Tensor]]:
-        """See `P2PChannel.receive`."""
-        received = self._incoming.new_future()
+        received: asyncio.Future[list[Tensor]] = _future()
         self._add(number, (specs, received))
         return received
 
-    def refuse(self, number: int, fields: Plain) -> bool:
-        """See `P2PChannel.refuse`."""
+    def refuse(self, number: int, fields: Plain) -> None:
         self._add(number, None)
-        return self._incoming.group.has_tags
+        self._link.on_failed(P2PError("an announcement was refused, so later ones cannot be matched"))
 
     def _add(self, number: int, announced: _Announced | None) -> None:
         """Post all transfers whose turn has come."""
         if number < self._incoming.number or number in self._early:
-            raise FrameError(self._peer, f"{BESIDE}.number", f"is {number}, which was announced before")
+            raise FrameError(self._link.peer, f"{BESIDE}.number", f"is {number}, which was announced before")
         self._early[number] = announced
         while (number := self._incoming.number) in self._early:
             self._post(self._early.pop(number))
 
     def _post(self, announced: _Announced | None) -> None:
-        reason = "it comes after one that was left out"  # whose bytes would be taken for its own
-        if announced is not None and not self._is_out_of_step:
+        if announced is not None and not self._out_of_step:
             try:
                 tensors = [self._backend.empty(spec) for spec in announced[0]]
             except (MemoryError, RuntimeError) as error:  # torch raises the latter where memory is short
-                reason = str(error)
+                self._out_of_step = str(error)
             else:
                 self._incoming.post(tensors, announced[1], tensors)
                 return
         self._incoming.number += 1  # which the other end may have posted
-        self._is_out_of_step = not self._incoming.group.has_tags
+        self._out_of_step = self._out_of_step or "it comes after one that was refused"
         if announced is not None:
-            settle(announced[1], P2PError(reason))
+            settle(announced[1], P2PError(self._out_of_step))
 
     def on_entry(self, fields: Plain) -> None:
-        """See `P2PChannel.on_entry`."""
-        raise FrameError(self._peer, ENTRY, "comes from no end of a process group")
+        raise FrameError(self._link.peer, ENTRY, "comes from no end of a process group")
 
     async def close(self) -> None:
-        """See `P2PChannel.close`: nothing is left behind a transfer."""
+        """Nothing is left behind a transfer."""
 
     def end_sending(self, error: RrfpError) -> None:
-        """See `P2PChannel.end_sending`."""
         self._outgoing.end(error)
 
     def end(self, error: RrfpError) -> None:
-        """See `P2PChannel.end`."""
         self._outgoing.end(error)
         self._incoming.end(error)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTransfer:
-    """See `Transfer`."""
-
-    outgoing: _OneWay
-    tensors: Sequence[Tensor]
-    fields: Plain = None
-
-    def start(self, number: int, channel: Channel) -> Awaitable[None]:
-        """See `Transfer.start`."""
-        sent = self.outgoing.new_future()
-        self.outgoing.post(self.tensors, sent)
-        return sent

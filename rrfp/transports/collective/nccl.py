@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +20,8 @@ from rrfp import timeouts
 from rrfp.devices.base import CopyLane
 from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError
+from rrfp.threads import start_thread
 from rrfp.transports.collective.channel import RankPair
-from rrfp.transports.collective.threads import start_thread
 from rrfp.transports.wire.header_checks import TensorSpec
 from rrfp.transports.wire.tensor_bytes import as_byte_tensor
 
@@ -65,8 +64,6 @@ def check_environment(environ: Mapping[str, str]) -> None:
 class NcclGroup:
     """See `PairGroup`: on a stream of its own."""
 
-    has_tags = False
-
     def __init__(self, group: Any, lane: CopyLane, *, is_source: bool) -> None:
         self.lane = lane
         self._group = group
@@ -74,23 +71,19 @@ class NcclGroup:
         self._begin = group.send if is_source else group.recv
 
     def move(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """See `PairGroup.move`."""
         for tensor in tensors:  # complete, or free, so the stream waits for no other one
             # NCCL works on a stream of its own; `wait` makes the lane's wait for it, not the host.
             self._begin([as_byte_tensor(tensor)], self._peer, 0).wait()
 
     def abort(self) -> None:
-        """See `PairGroup.abort`."""
         start_thread(self._group.abort, "rrfp-nccl-abort")  # it may hang where the other end does not abort
 
 
 class NcclBackend:
     """See `Backend`."""
 
-    def __init__(
-        self, rank: int, device: torch.device, copies: DeviceCopies, environ: Mapping[str, str] | None = None
-    ) -> None:
-        check_environment(os.environ if environ is None else environ)
+    def __init__(self, rank: int, device: torch.device, copies: DeviceCopies) -> None:
+        check_environment(os.environ)
         self._rank = rank
         self._device = device
         self._copies = copies
@@ -98,16 +91,13 @@ class NcclBackend:
         self._memory: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: Tensor) -> bool:
-        """See `Backend.holds`."""
         return self._copies.holds(tensor)
 
     def empty(self, spec: TensorSpec) -> Tensor:
-        """See `Backend.empty`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._memory):
             return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
     def connect(self, pair: RankPair, store: Any, timeout_s: float) -> NcclGroup:
-        """See `Backend.connect`."""
         is_source = self._rank == pair.source
         group = _new_group(store, int(not is_source), self._device)
         return NcclGroup(group, self._copies.new_lane(f"rrfp-nccl-{pair}"), is_source=is_source)
@@ -123,24 +113,16 @@ def _new_group(store: Any, rank: int, device: torch.device) -> Any:
     options._timeout = timedelta(seconds=timeouts.TRANSFER_S)
     options.config.max_ctas = MAX_CTAS
     options.config.min_ctas = 1
-    with _making, _environment(_OF_OWN_GROUPS), torch.cuda.device(device):
-        group = groups(store, rank, 2, options)
-        group._set_sequence_number_for_group()
+    with _making, torch.cuda.device(device):
+        before = {name: os.environ.pop(name, None) for name in _OF_OWN_GROUPS}
+        os.environ.update(_OF_OWN_GROUPS)
+        try:
+            group = groups(store, rank, 2, options)
+            group._set_sequence_number_for_group()
+        finally:
+            for name, value in before.items():
+                del os.environ[name]
+                os.environ.update({} if value is None else {name: value})
     with torch.cuda.device(device):
         group.eager_connect_single_device(device)
     return group
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables inside, and what they were before afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -19,11 +19,11 @@ from torch import distributed
 from torch.distributed.distributed_c10d import Store
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
+from rrfp.threads import start_thread
 from rrfp.transports.auto import host_transports
 from rrfp.transports.base import Message, Rendezvous, TransportContext
 from rrfp.transports.collective.channel import Backend, GroupChannel, PairGroup, RankPair
 from rrfp.transports.collective.nccl import NcclBackend
-from rrfp.transports.collective.threads import start_thread
 from rrfp.transports.links.flow import CLOSED, HomeLoop
 from rrfp.transports.rendezvous import in_thread
 from rrfp.transports.tunnel.link import TunnelLink
@@ -53,15 +53,12 @@ class RendezvousStore(Store):
         self._closed = threading.Event()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Publish a value."""
         self._run(self._rendezvous.publish(self._prefix + key, value if isinstance(value, bytes) else value.encode()))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value."""
         return self._run(self._rendezvous.lookup(self._prefix + key, self._timeout_s))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for some keys."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         for key in keys:
             self._run(self._rendezvous.lookup(self._prefix + key, timeout_s))
@@ -84,16 +81,14 @@ class RendezvousStore(Store):
 
 async def nccl_backend(context: TransportContext) -> Backend:
     """NCCL, for a rank that computes on a CUDA device."""
-    copies, instead = context.copies, "'auto' copies tensors through host memory where nothing better fits"
-    if copies is None or copies.kind != CUDA:
-        where = "the CPU" if copies is None else copies.kind
+    copies, where = context.copies, "the CPU" if context.copies is None else context.copies.kind
+    reason = "" if where == CUDA else "it moves tensors between CUDA devices"
+    if not (reason or (distributed.is_available() and distributed.is_nccl_available())):
+        reason = "this torch has no NCCL"
+    if copies is None or reason:
         raise ConfigError(
-            f"transport is 'collective', must be another one for ranks on {where}: it moves tensors between CUDA "
-            f"devices; {instead}"
-        )
-    if not (distributed.is_available() and distributed.is_nccl_available()):
-        raise ConfigError(
-            f"transport is 'collective', must be another one for modules on cuda: this torch has no NCCL; {instead}"
+            f"transport is 'collective', must be another one for ranks on {where}: {reason}; 'auto' copies tensors "
+            "through host memory where nothing better fits"
         )
     await check_leave(context)
     index = torch.cuda.current_device() if copies.index is None else copies.index
@@ -143,12 +138,17 @@ class CollectiveTransport(TunnelTransport):
             if self._failure is None:
                 raise
             raise self._failure from None
-        groups, self._groups = self._groups, {}
         self._attach(
-            TunnelLink(peer, base, self, home, _channel_with(peer, context.rank, groups, backend))
+            TunnelLink(peer, base, self, home, self._channel_with(peer, backend))
             for base in self._bases
             for peer in base.context.peers
         )
+
+    def _channel_with(self, peer: int, backend: Backend) -> Callable[[TunnelLink], P2PChannel] | None:
+        """Makes the channel with a peer; None where there are no groups."""
+        rank = self.context.rank
+        outgoing, incoming = (self._groups.pop(pair, None) for pair in (RankPair(rank, peer), RankPair(peer, rank)))
+        return None if outgoing is None or incoming is None else partial(GroupChannel, outgoing, incoming, backend)
 
     async def _make_groups(self, backend: Backend, deadline_s: float) -> None:
         """Make both groups with each peer, in the same order on all ranks."""
@@ -187,19 +187,11 @@ class CollectiveTransport(TunnelTransport):
             self._store.close()
         self._abort_groups()
 
-    def _on_early(self, entry: Message | RrfpError) -> None:
-        super()._on_early(entry)
-        if isinstance(entry, PeerLostError):
+    def _on_entry(self, entry: Message | RrfpError) -> None:
+        super()._on_entry(entry)
+        if not self._links and isinstance(entry, PeerLostError):
             self._give_up(TransportError(f"rank {entry.peer} connected, then left: {entry.reason}"))
 
     def _free(self) -> None:
         self._give_up(TransportClosedError(CLOSED))
         super()._free()
-
-
-def _channel_with(
-    peer: int, rank: int, groups: dict[RankPair, PairGroup], backend: Backend
-) -> Callable[[TunnelLink], P2PChannel] | None:
-    """Makes the channel with a peer; None where there are no groups."""
-    outgoing, incoming = groups.get(RankPair(rank, peer)), groups.get(RankPair(peer, rank))
-    return None if outgoing is None or incoming is None else partial(GroupChannel, outgoing, incoming, backend)

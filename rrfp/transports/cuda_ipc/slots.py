@@ -11,7 +11,7 @@ another slot where none is free; here it waits for one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from rrfp.transports.base import Channel, Plain
 from rrfp.transports.links.flow import CLOSED, background
 from rrfp.transports.tunnel.announcements import ENTRY, entry_of
 from rrfp.transports.tunnel.link import TunnelLink
+from rrfp.transports.tunnel.p2p import Transfer
 from rrfp.transports.wire.header_checks import HeaderChecks, TensorSpec
 
 #: Slots for each peer and direction: while one is read, the next ones are written.
@@ -100,15 +101,14 @@ class SlotChannel:
     # Sending.
 
     def moves(self, tensor: Tensor) -> bool:
-        """See `P2PChannel.moves`."""
         return self._copies.holds(tensor)
 
-    async def prepare(self, tensors: Sequence[Tensor]) -> SlotTransfer:
-        """See `P2PChannel.prepare`: the first piece lies in a slot then."""
+    async def prepare(self, tensors: Sequence[Tensor]) -> Transfer:
+        """The first piece lies in a slot then."""
         pieces = cut([tensor.numel() * tensor.itemsize for tensor in tensors], self._slots.own_room)
         parts = next(pieces, None)
         slot, flat = (None, list(tensors)) if parts is None else await self._fill(tensors, parts)
-        return SlotTransfer(slot, partial(self._send_rest, flat, pieces))
+        return Transfer(slot, partial(self._send_rest, flat, pieces))
 
     async def _send_rest(
         self, flat: list[Tensor], pieces: Iterator[list[ByteRange]], number: int, channel: Channel
@@ -143,7 +143,7 @@ class SlotChannel:
     # Receiving.
 
     def receive(self, number: int, specs: Sequence[TensorSpec], fields: Plain) -> Awaitable[list[Tensor]]:
-        """See `P2PChannel.receive`: ``fields`` is the first slot, None without bytes."""
+        """``fields`` is the first slot, None without bytes."""
         if number in self._filled:
             self.refuse(number, fields)
             self._bad("number", f"is {number}, which was announced before")
@@ -191,14 +191,11 @@ class SlotChannel:
         if not self._is_closed:
             self._link.post({ENTRY: slot})
 
-    def refuse(self, number: int, fields: Plain) -> bool:
-        """See `P2PChannel.refuse`."""
+    def refuse(self, number: int, fields: Plain) -> None:
         with suppress(FrameError):
             self._give_back(self._use(fields))
-        return True
 
     def on_entry(self, fields: Plain) -> None:
-        """See `P2PChannel.on_entry`."""
         if type(fields) is int:
             if fields not in self._lent:
                 self._bad("slot", f"is {fields}, which was not lent")
@@ -216,31 +213,24 @@ class SlotChannel:
     # The end.
 
     async def close(self) -> None:
-        """See `P2PChannel.close`."""
         await self._has_all.wait()
         self._is_closed = True
         with suppress(Exception):  # of a device that has failed
-            for memory in (self._slots.own, self._slots.other):
-                await self._copies.close_shared(memory, peer=self._peer)
+            await self._copies.close_shared(self._slots.other, peer=self._peer)
+            if not self._lent:
+                await self._copies.close_shared(self._slots.own, peer=self._peer)
 
     def end_sending(self, error: RrfpError) -> None:
-        """See `P2PChannel.end_sending`."""
         if self._error is None:
             self._error = error
             self._free.put_nowait(None)
             self._has_all.set()
 
     def end(self, error: RrfpError) -> None:
-        """See `P2PChannel.end`. The peer may still read the memory."""
+        """The peer's memory closes with the copies, and this end's too unless the peer may still read it."""
         self.end_sending(error)
+        if not (self._lent or self._is_closed):
+            self._copies.close_at_end(self._slots.own, peer=self._peer)
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTransfer:
-    """See `Transfer`."""
-
-    fields: Plain
-    start: Callable[[int, Channel], Awaitable[None]]

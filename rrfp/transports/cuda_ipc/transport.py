@@ -1,25 +1,23 @@
 """For ranks on devices: slots of device memory with the peers of this host where a trial works, staging with others.
 
 Everything else goes over shm or zmq, as `auto` chooses. A virtual machine may refuse to share a device's memory, hence
-the trial. Each of two ranks makes memory for its slots, writes random bytes into the first one, and publishes the
-memory's fields and a checksum. It opens the other's memory, reads it, and publishes why that failed, if it did. The
-slots are used only if both ways work, which both ends then know.
+the trial. Each of two ranks makes memory for its slots, writes random bytes into the first one, and publishes these and
+the memory's fields. It opens the other's memory, reads it, and publishes why that failed, if it did. The slots are used
+only if both ways work, which both ends then know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import zlib
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgpack
 import torch
-from torch import Tensor
 
 from rrfp import timeouts
 from rrfp.devices.copies import SharesDeviceMemory
@@ -35,26 +33,14 @@ from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host
 from rrfp.transports.tunnel.link import TunnelLink
-from rrfp.transports.tunnel.staged import StagedLink
-from rrfp.transports.tunnel.transport import TunnelTransport
+from rrfp.transports.tunnel.transport import StagedLink, TunnelTransport
 from rrfp.transports.wire.header_checks import TensorSpec
 from rrfp.transports.wire.tensor_bytes import as_bytes
 
 #: Bytes that are tried, which fit into any slot.
-TRIED_BYTES = MIN_SLOT_BYTES
+TRIED_BYTES = 4096
 
 _SPEC, _PART = TensorSpec(torch.uint8, (TRIED_BYTES,), False), ByteRange(0, 0, TRIED_BYTES, 0)
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """To open and read a peer's memory."""
-
-    #: Why it failed; empty if it did not.
-    reason: str = ""
-    #: What is open, and the room of a slot.
-    memory: SharedMemory | None = None
-    room: int = 0
 
 
 async def try_slots(
@@ -78,24 +64,26 @@ class _Trial:
         self._peer = peer
         self._deadline_s = deadline_s
         self._room = room_of_slots(context.queue_bytes)
+        #: Of the peer, once it is open, and the room of its slots.
+        self._other: SharedMemory | None = None
+        self._other_room = 0
 
     async def run(self) -> Slots | str:
         """Both ways."""
         rank, peer = self._context.rank, self._peer
         own, offer = await self._offer()
-        attempt = await self._try(await self._exchange("memory", offer))
-        if attempt.reason:
-            attempt.reason = f"rank {rank} cannot read memory of rank {peer}: {attempt.reason}"
-        answer = await self._exchange("answer", _packed(attempt.reason, attempt.memory is not None))
-        reason, is_open = self._read_answer(answer)
-        if own is not None and attempt.memory is not None and not (attempt.reason or reason):
-            return Slots(own, self._room, attempt.memory, attempt.room)
+        if failure := await self._try(await self._exchange("memory", offer)):
+            failure = f"rank {rank} cannot read memory of rank {peer}: {failure}"
+        other = self._other
+        answer = await self._exchange("answer", _packed(failure, other is not None))
+        their_failure, is_open = self._read_answer(answer)
+        if own is not None and other is not None and not (failure or their_failure):
+            return Slots(own, self._room, other, self._other_room)
         if own is not None:
             with suppress(Exception):  # a device may be stuck, or raise anything
                 async with asyncio.timeout(timeouts.TRIAL_S):
                     await self._copies.close_shared(own, is_open_elsewhere=is_open, peer=peer)
-        both = (attempt.reason, reason) if rank < peer else (reason, attempt.reason)
-        return next(filter(None, both))  # the same at both ends
+        return next(filter(None, (failure, their_failure) if rank < peer else (their_failure, failure)))
 
     async def _exchange(self, part: str, value: bytes) -> bytes:
         """Publish a value for the peer, and wait for the peer's."""
@@ -105,52 +93,50 @@ class _Trial:
         return await lookup_peer(context, peer, f"{key}/{peer}-{rank}", self._deadline_s)
 
     async def _offer(self) -> tuple[SharedMemory | None, bytes]:
-        """The memory, and the bytes to publish."""
-        content = torch.frombuffer(bytearray(secrets.token_bytes(TRIED_BYTES)), dtype=torch.uint8)
+        """The memory, and what to publish: why there is none, or its fields, the room of a slot and its first bytes."""
+        first = secrets.token_bytes(TRIED_BYTES)
         try:
+            content = torch.frombuffer(bytearray(first), dtype=torch.uint8)
             on_device = await self._copies.to_device([content], peer=self._peer)
             memory = await self._copies.share(SLOTS * self._room, peer=self._peer)
             await self._copies.write(memory, on_device, [_PART], peer=self._peer)
         except TransportClosedError:
             raise
         except Exception as error:  # a device may raise anything
-            return None, _packed(f"rank {self._context.rank} cannot share memory: {_line(error)}", None, 0, 0)
-        return memory, _packed("", memory.fields, self._room, _checksum(content))
+            return None, _packed(f"rank {self._context.rank} cannot share memory: {_line(error)}", None, 0, b"")
+        return memory, _packed("", memory.fields, self._room, first)
 
-    async def _try(self, published: bytes) -> _Attempt:
-        """Open and read what the peer offers."""
+    async def _try(self, published: bytes) -> str:
+        """Open and read what the peer offers; says why that failed, if it did."""
         try:
-            obstacle, fields, room, checksum = msgpack.unpackb(published)
+            obstacle, fields, room, first = msgpack.unpackb(published)
             if obstacle:
-                return _Attempt(str(obstacle))
+                return str(obstacle)
             if type(fields) is not dict:
                 raise ValueError("its fields must be a map")
-            whole("slot_bytes", room, MIN_SLOT_BYTES, self._copies.check_shared(fields))
+            self._other_room = whole("slot_bytes", room, MIN_SLOT_BYTES, self._copies.check_shared(fields))
         except FrameError as error:
-            return _Attempt(f"what it published is malformed: {error.field} {error.reason}")
+            return f"what it published is malformed: {error.field} {error.reason}"
         except Exception as error:  # msgpack raises many types
-            return _Attempt(f"what it published is malformed: {_line(error)}")
-        attempt = _Attempt(room=room)
+            return f"what it published is malformed: {_line(error)}"
         try:
             async with asyncio.timeout(timeouts.TRIAL_S):
-                attempt.memory = await self._copies.open_shared(fields, peer=self._peer)
-                read = await self._copies.read(attempt.memory, [_SPEC], [_PART], peer=self._peer)
+                self._other = await self._copies.open_shared(fields, peer=self._peer)
+                read = await self._copies.read(self._other, [_SPEC], [_PART], peer=self._peer)
                 (content,) = await self._copies.to_host(read, peer=self._peer)
-                if _checksum(content) != checksum:
-                    attempt.reason = "it brings other bytes"
         except TransportClosedError:
             raise
         except TimeoutError:
-            attempt.reason = f"it did not end within {timeouts.TRIAL_S:g} s"
+            return f"it did not end within {timeouts.TRIAL_S:g} s"
         except Exception as error:
-            attempt.reason = _line(error)
-        return attempt
+            return _line(error)
+        return "" if bytes(as_bytes(content)) == first else "it brings other bytes"
 
     def _read_answer(self, answer: bytes) -> tuple[str, bool]:
         """Why the peer cannot read this rank's memory, and whether it is open there."""
         try:
-            reason, is_open = msgpack.unpackb(answer)
-            return str(reason), bool(is_open)
+            failure, is_open = msgpack.unpackb(answer)
+            return str(failure), bool(is_open)
         except Exception as error:  # msgpack raises many types
             return f"what rank {self._peer}, or another program, wrote to the store is malformed: {_line(error)}", True
 
@@ -158,10 +144,6 @@ class _Trial:
 def _packed(*fields: Any) -> bytes:
     packed: bytes = msgpack.packb(fields)
     return packed
-
-
-def _checksum(content: Tensor) -> int:
-    return zlib.crc32(as_bytes(content))
 
 
 def _line(error: Exception) -> str:

@@ -78,6 +78,19 @@ def background(receiving: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]
     return task
 
 
+async def to_its_end(task: asyncio.Task[None]) -> None:
+    """Wait for the end of a task, also when cancelled meanwhile."""
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
+    task.result()
+
+
 class Window:
     """Bytes sent to one peer on one channel that the peer has not yet consumed.
 

@@ -8,8 +8,8 @@ places in the message are null then. Nothing is allocated before all of it is ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,14 +33,13 @@ WANT = "tunnel_want"
 #: True: the sender closes in order, and all its messages have arrived.
 FAREWELL = "tunnel_farewell"
 
-#: The device of each tensor, with None for None: those on one were copied through host memory.
-DEVICES = "tensor_devices"
+#: The indices of tensors that were on a device, and were copied through host memory.
+STAGED = "staged_tensors"
 
-_RESERVED = frozenset({BESIDE, ENTRY, CREDIT, WANT, FAREWELL, DEVICES})
+_RESERVED = frozenset({BESIDE, ENTRY, CREDIT, WANT, FAREWELL, STAGED})
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
+class TensorHeader(NamedTuple):
     """A checked announcement."""
 
     #: Without the tensors that the channel brings, and without the entry that names them.

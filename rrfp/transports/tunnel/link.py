@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from rrfp.errors import ConfigError, FrameError, PeerLostError, RrfpError
+from rrfp import timeouts
+from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Channel, Message, Plain, Transport
-from rrfp.transports.links.flow import Credits, HomeLoop, Window, cost_of, grant
+from rrfp.transports.links.flow import Credits, HomeLoop, Window, background, cost_of, grant, to_its_end
 from rrfp.transports.tunnel.announcements import (
     BESIDE,
     CREDIT,
@@ -33,8 +35,7 @@ from rrfp.transports.tunnel.announcements import (
     number_of,
 )
 from rrfp.transports.tunnel.p2p import P2PChannel, P2PError
-from rrfp.transports.tunnel.staged import Outlet, StagedLink, TunnelOwner, failure_of
-from rrfp.transports.wire.tensor_bytes import check_sendable
+from rrfp.transports.tunnel.transport import Outlet, StagedLink, TunnelTransport, check_message, failure_of
 
 LEFT = "it closed its end"
 
@@ -46,13 +47,13 @@ class TunnelLink(StagedLink):
         self,
         peer: int,
         base: Transport,
-        owner: TunnelOwner,
+        owner: TunnelTransport,
         home: HomeLoop,
         make_beside: Callable[[TunnelLink], P2PChannel] | None = None,
     ) -> None:
         super().__init__(peer, base, owner, home)
         self.beside = None if make_beside is None else make_beside(self)
-        self._credits = Credits(owner.context.queue_bytes, self._send_credit)
+        self._credits = Credits(owner.context.queue_bytes, lambda *credit: self.post({CREDIT: list(credit)}))
         #: Counts the whole messages of each channel, as those of links' own count too.
         self._sequences = dict.fromkeys(Channel, 0)
         #: The number of the next transfer; the lock keeps announcements in the order of numbers.
@@ -60,9 +61,7 @@ class TunnelLink(StagedLink):
         self._announcing = asyncio.Lock()
         #: Sends that have begun, and entries that wait to be sent.
         self._tasks: set[asyncio.Task[None]] = set()
-        #: For sends that only know that their transfer failed.
-        self._failed = asyncio.Event()
-        #: The peer's farewell has come, and the error of the first transfer from it that failed.
+        #: The peer's farewell has come, and the error of the first transfer that failed.
         self._has_left = False
         self._missed: P2PError | None = None
 
@@ -73,7 +72,8 @@ class TunnelLink(StagedLink):
     def _add(self, message: Message) -> None:
         body, beside, sender = message.body, self.beside, message.sender
         if FAREWELL in body:
-            self._on_farewell()
+            self._has_left = True
+            self._on_left()
         elif CREDIT in body:
             grant(sender, CREDIT, body[CREDIT], lambda channel: self._outlets[channel].window)
         elif WANT in body:
@@ -92,8 +92,7 @@ class TunnelLink(StagedLink):
         try:
             header = announced(message, self._owner.context.max_message_bytes)
         except FrameError:
-            if not beside.refuse(number, fields):
-                self.on_failed(P2PError("an announcement was refused, so later ones cannot be matched"))
+            beside.refuse(number, fields)
             raise
         received = beside.receive(number, header.moved, fields)
         self._arrivals.add_pending(message.channel, header.num_bytes, _assembled(header, received))
@@ -104,9 +103,7 @@ class TunnelLink(StagedLink):
         super()._on_whole(replace(message, sequence=number), num_bytes)
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
-        """See `LinkContract.consumed`."""
-        if not self._reported:
-            self._credits.consumed(channel, num_bytes)
+        self._credits.consumed(channel, num_bytes)
 
     async def announce(self, message: Message, moved: list[int]) -> Awaitable[None]:
         """Announce a message whose tensors at ``moved`` go beside; returns their end."""
@@ -117,46 +114,40 @@ class TunnelLink(StagedLink):
             self._number += 1
             return transfer.start(self._number - 1, message.channel)
 
-    # The peer's end.
+    # The ends.
 
-    def on_failed(self, error: P2PError) -> None:
-        """Tensors from the peer are missing, also if it left in order."""
-        self._missed = self._missed or error
-        if self._has_left:
-            self._on_farewell()
+    def _on_missed(self, channel: Channel, num_bytes: int, error: TransportError | P2PError) -> None:
+        if isinstance(error, P2PError):
+            self.on_failed(error)
         else:
-            super().on_failed(error)
+            super()._on_missed(channel, num_bytes, error)
 
-    def _on_farewell(self) -> None:
-        self._has_left = True
+    def on_failed(self, error: P2PError) -> RrfpError:
+        """Tensors failed to move. Returns the loss; the base transport may have another reason, or report one yet."""
+        self._missed = self._missed or error
+        lost = PeerLostError(self.peer, f"its tensors failed to arrive, or those for it: {error!s:.200}")
+        if self._has_left:
+            self._on_left()
+        elif self._loss is not None:
+            self._report_if_idle()
+        elif self._error is None and self._timer is None:
+            self._timer = self._home.loop.call_later(timeouts.FAREWELL_TIMEOUT_S, self.on_lost, lost)
+        return self._error or lost
+
+    def _on_left(self) -> None:
+        """In order, so it holds for delivered what failed."""
         if self._missed is not None:
             self.on_lost(PeerLostError(self.peer, f"{LEFT}, but its tensors failed to arrive: {self._missed!s:.200}"))
         else:
-            self._stop_timer()
             self._fail(PeerLostError(self.peer, LEFT))
-
-    async def reason(self, error: P2PError) -> RrfpError:
-        """Why a transfer to the peer failed."""
-        super().on_failed(error)
-        await self._failed.wait()
-        assert self._error is not None
-        return self._error
 
     def _fail(self, error: RrfpError) -> None:
         super()._fail(error)
-        self._failed.set()
         if self.beside is not None:
             self.beside.end_sending(error)
 
-    def _report(self) -> None:
-        super()._report()
-        if self.beside is not None and self._loss is not None:
-            self.beside.end(self._loss)
-
-    # This rank's end.
-
     async def leave(self) -> None:
-        """See `LinkContract.leave`: the peer has received everything when it gets the farewell."""
+        """The peer has received everything when it gets the farewell."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         if self.beside is not None:
@@ -166,14 +157,10 @@ class TunnelLink(StagedLink):
         await super().leave()
 
     def end(self, error: RrfpError) -> None:
-        """See `LinkContract.end`."""
         super().end(error)
         self._credits.close()
         if self.beside is not None:
             self.beside.end(error)
-
-    def _send_credit(self, channel: str, cost: int, messages: int) -> None:
-        self.post({CREDIT: [channel, cost, messages]})
 
     def post(self, body: Mapping[str, Plain]) -> None:
         """Send an entry without waiting; their order does not matter."""
@@ -181,14 +168,12 @@ class TunnelLink(StagedLink):
             self.run(self._send_entry(body))
 
     async def _send_entry(self, body: Mapping[str, Plain]) -> None:
-        try:
+        with suppress(RrfpError):  # the peer needs it no more
             await self.base.send(self.peer, entry_of(body))
-        except RrfpError:
-            return  # the peer needs it no more
 
     def run(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task that `leave` waits for."""
-        task: asyncio.Task[None] = asyncio.create_task(sending)
+        task = background(sending)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -205,19 +190,15 @@ class TunnelOutlet(Outlet):
     def _moved(self, message: Message, num_bytes: int) -> list[int]:
         """The indices of tensors that go beside; a ConfigError for a bad message."""
         beside, context = self._link.beside, self._link.base.context
-        if num_bytes > context.max_message_bytes:
-            raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {context.max_message_bytes}")
+        moved: list[int] = []
         check_body(message.body)
-        if beside is None or message.channel is Channel.CONTROL:
-            return []
-        moved = [i for i, tensor in enumerate(message.tensors) if tensor is not None and beside.moves(tensor)]
-        for tensor in message.tensors if moved else ():
-            if tensor is not None:
-                check_sendable(tensor, context.copies)
+        if beside is not None and message.channel is not Channel.CONTROL:
+            moved = [i for i, tensor in enumerate(message.tensors) if tensor is not None and beside.moves(tensor)]
+        if moved or num_bytes > context.max_message_bytes:
+            check_message(message, num_bytes, context.max_message_bytes, context.copies)
         return moved
 
     async def send(self, message: Message, num_bytes: int) -> None:
-        """See `OutletContract.send`."""
         moved = self._moved(message, num_bytes)
         cost = cost_of(num_bytes)
         await self._turn.acquire()
@@ -226,7 +207,7 @@ class TunnelOutlet(Outlet):
         except BaseException:
             self._turn.release()
             raise
-        await _to_its_end(self._link.run(self._send(message, moved, cost)))
+        await to_its_end(self._link.run(self._send(message, moved, cost)))
 
     async def _send(self, message: Message, moved: list[int], cost: int) -> None:
         """Send a message in its turn, which ends when the next one may follow."""
@@ -245,10 +226,9 @@ class TunnelOutlet(Outlet):
             try:
                 await transfer
             except P2PError as error:
-                raise await self._link.reason(error) from error
+                raise self._link.on_failed(error) from error
 
     def send_at_once(self, message: Message, num_bytes: int) -> bool:
-        """See `OutletContract.send_at_once`: only what the base transport can send at once."""
         cost = cost_of(num_bytes)
         if self._turn.locked() or self._moved(message, num_bytes) or not self.window.try_acquire(cost):
             return False
@@ -265,18 +245,3 @@ async def _assembled(header: TensorHeader, received: Awaitable[list[Tensor]]) ->
         raise
     except Exception as error:
         raise failure_of(error, header.message) from error
-
-
-async def _to_its_end(task: asyncio.Task[None]) -> None:
-    """Wait for the end of a task, also when cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # read: the caller gave up
-        raise cancelled
-    task.result()

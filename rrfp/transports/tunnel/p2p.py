@@ -6,8 +6,8 @@ Transfers of each direction are numbered in the order of their announcements, by
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,16 +20,14 @@ class P2PError(RuntimeError):
     """A channel failed, of which either end may be the cause."""
 
 
-class Transfer(Protocol):
+class Transfer(NamedTuple):
     """Some tensors that a channel is ready to send."""
 
-    @property
-    def fields(self) -> Plain:
-        """What travels with the announcement, beside number, dtypes and shapes."""
-
-    def start(self, number: int, channel: Channel) -> Awaitable[None]:
-        """Send the tensors of an announced message of ``channel``; done when they are not read any more."""
-        # It fails with a P2PError, an error of this process's device, or what `P2PChannel.end_sending` got.
+    #: What travels with the announcement, beside number, dtypes and shapes.
+    fields: Plain
+    #: Sends the tensors of the message that was announced with this number, on this channel; done when they are not
+    #: read any more. It fails with a P2PError, an error of this process's device, or what `P2PChannel.end_sending` got.
+    start: Callable[[int, Channel], Awaitable[None]]
 
 
 class P2PChannel(Protocol):
@@ -45,8 +43,8 @@ class P2PChannel(Protocol):
         """Receive announced tensors, as dense leaves that require no grad yet; fails as `Transfer.start` does."""
         # Announcements come in any order: those of a later transfer may be faster.
 
-    def refuse(self, number: int, fields: Plain) -> bool:
-        """An announcement was malformed; whether later ones can be received."""
+    def refuse(self, number: int, fields: Plain) -> None:
+        """An announcement was malformed; later ones can be received, or the link hears of a failure."""
 
     def on_entry(self, fields: Plain) -> None:
         """The other end of the channel sent fields of its own."""

@@ -53,6 +53,8 @@ class TensorSpec(NamedTuple):
 class HeaderChecks:
     """Checks for the frames of one peer."""
 
+    __slots__ = ("_peer",)
+
     def __init__(self, peer: int | None) -> None:
         self._peer = peer
 
@@ -72,6 +74,8 @@ class HeaderChecks:
 
     def integer(self, field: str, value: Any, least: int = 0) -> int:
         """An integer of 63 bits, at least ``least``."""
+        if type(value) is int and least <= value <= _MAX_INT:
+            return value
         return whole(field, value, least, _MAX_INT, error=self._error)
 
     def boolean(self, field: str, value: Any) -> bool:
@@ -138,13 +142,13 @@ class HeaderChecks:
 
     def _plain(self, value: Any, depth: int) -> None:
         items: Collection[Any]
-        if isinstance(value, list | tuple):
-            items = value
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             items = value.values()
             for key in value:
-                if not isinstance(key, str):
+                if type(key) is not str and not isinstance(key, str):
                     self.fail("body", f"has the key {shown(key)}, keys must be strings")
+        elif isinstance(value, _ARRAYS):
+            items = value
         elif isinstance(value, _SCALARS):
             return
         else:  # msgpack's timestamps and extension types, and what no message can hold
@@ -157,6 +161,9 @@ class HeaderChecks:
             if type(item) not in _COMMON:
                 self._plain(item, depth - 1)
 
+
+#: Faster than a union of the two.
+_ARRAYS = (list, tuple)
 
 _SCALARS = (type(None), bool, int, float, str, bytes, bytearray, memoryview)
 

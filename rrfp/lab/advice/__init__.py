@@ -1,0 +1,1 @@
+"""What slows recorded steps down, and what a setting would change: `rrfp advise` and ``pipe.advise()``."""

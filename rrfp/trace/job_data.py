@@ -1,0 +1,86 @@
+"""How a job ran, as plain data in a trace file: what a replay of its steps must know beside their times."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
+
+from rrfp.core.ready_set import MicrobatchOrder
+from rrfp.memory.admission import OFFERED_RULES, Limit
+from rrfp.plain import Reader, fields_of, flag, or_none, shown, text, value_error, whole
+
+#: What stands for the schedule of a job that replays a logged step.
+REPLAY = "replay"
+
+#: The field of a file's ``otherData``.
+JOB = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedJob:
+    """The options that decide when tasks run, as rank 0 had them."""
+
+    #: By name; None beside a strict schedule.
+    hint: str | None
+    #: As passed; None beside a strict schedule.
+    limit: Limit | int | str | None
+    #: The schedule that was run strictly, by name; None with a hint.
+    strict: str | None
+    order: MicrobatchOrder = "free"
+    #: T, the ranks of a group.
+    members: int = 1
+    #: How they agree on an order.
+    coordination: str = "leader"
+    #: Whether a lane begins the next task before its core has heard of the end of the last.
+    takes_offers: bool = False
+    #: Whether the stages are in one process in which their tasks exclude each other.
+    is_serial: bool = False
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON-able data."""
+        plain = {name: getattr(self, name) for name in _READERS}
+        if isinstance(self.limit, Limit):
+            plain["limit"] = asdict(self.limit)
+        elif self.limit is not None and not isinstance(self.limit, str):
+            plain["limit"] = operator.index(self.limit)  # of numpy, perhaps
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Self:
+        """Read `to_plain`'s data back; a ValueError names what is wrong."""
+        if not isinstance(plain, dict):
+            raise ValueError(f"otherData.{JOB} is {shown(plain)}, must be an object")
+        return cls(**fields_of(plain, _READERS, error=_error))
+
+
+def _error(field: str, reason: str) -> ValueError:
+    return value_error(f"otherData.{JOB}.{field}", reason)
+
+
+def _one_of(names: tuple[str, ...], field: str, value: object, *, error: Any) -> Any:
+    if value not in names:
+        raise error(field, f"is {shown(value)}, must be one of: {', '.join(names)}")
+    return value
+
+
+def _limit(field: str, value: Any, *, error: Any) -> Any:
+    if not isinstance(value, dict):
+        return value if value is None or type(value) is int else text(field, value, error=error)
+    count = partial(or_none, partial(whole, least=1))
+    readers = {"microbatches": count, "bytes": count, "rule": partial(_one_of, OFFERED_RULES)}
+    return Limit(**fields_of(value, readers, error=lambda name, reason: error(f"{field}.{name}", reason)))
+
+
+_NAME = partial(or_none, text)
+_READERS: dict[str, Reader] = {
+    "hint": _NAME,
+    "limit": _limit,
+    "strict": _NAME,
+    "order": partial(_one_of, ("free", "natural")),
+    "members": partial(whole, least=1),
+    "coordination": partial(_one_of, ("leader", "agreement")),
+    "takes_offers": flag,
+    "is_serial": flag,
+}
