@@ -68,15 +68,6 @@ class Mailbox:
         payload, keys = self._forward[producer], self._feeds.keys(producer.virtual_stage, readers)
         return payload if keys is None else payload.pick(keys)[0]
 
-    def has_inputs(self, task: Task) -> bool:
-        """Whether all inputs of F or B are here."""
-        kind, m, v = task
-        edges, here = (
-            (self._graph.predecessors, self._forward) if kind is F else (self._graph.successors, self._backward)
-        )
-        skipped = self._visits.skipped_by(m)
-        return all(w in skipped or Task(kind, m, w) in here for w in edges[v])
-
     def received(self, task: Task) -> Iterator[Tensor]:
         """The input tensors of F or B from other stages; none for others."""
         if task.kind in LOCAL_KINDS:
