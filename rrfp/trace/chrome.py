@@ -38,6 +38,7 @@ LAUNCHED = "launched"
 
 #: The argument of a step that has the sizes of its microbatches.
 SIZES = "sizes"
+LIMITS = "limits"
 
 #: The argument of a step that has, by stage, the seconds for which its compute thread had no core.
 CORE_WAITS = "core waits"
@@ -168,6 +169,8 @@ class _Step:
         args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
             args["peaks"] = {str(entry.stage): asdict(entry.peaks) for entry in trace.peaks}
+        if trace.limits:
+            args[LIMITS] = {str(entry.stage): entry.slots for entry in trace.limits}
         if self._graph is not None and trace.skipped:
             args[SKIPPED] = skipped_to_plain(trace.skipped, self._graph)
         if trace.sizes is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.tasks import Task
 from rrfp.plain import number, shown, value_error, whole
-from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
 
 _whole = partial(whole, error=value_error)
 _stage, _peak, _microbatch, _v = (partial(_whole, name) for name in ("stage", "peak", "microbatch", "virtual stage"))
@@ -39,6 +39,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "skipped": [[*skip] for skip in trace.skipped],
         "sizes": None if trace.sizes is None else [*trace.sizes],
         "core_waits": [[wait.stage, wait.seconds] for wait in trace.core_waits],
+        "limits": [[entry.stage, entry.slots] for entry in trace.limits],
     }
 
 
@@ -67,6 +68,7 @@ def from_plain(data: Any) -> StepTrace:
         skipped=tuple((_microbatch(microbatch), _v(v)) for microbatch, v in data["skipped"]),
         sizes=None if data["sizes"] is None else tuple(map(_size, data["sizes"])),
         core_waits=tuple(CoreWait(_stage(stage), _wait(seconds)) for stage, seconds in data["core_waits"]),
+        limits=tuple(StageSlots(_stage(stage), _peak(slots)) for stage, slots in data["limits"]),
     )
 
 

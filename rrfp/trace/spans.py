@@ -72,6 +72,14 @@ class StagePeaks:
 
 
 @record
+class StageSlots:
+    """The chunk tasks that ``stage`` might hold in a step."""
+
+    stage: int
+    slots: int
+
+
+@record
 class CoreWait:
     """In a step the compute thread of ``stage`` could run for ``seconds`` and no core was free."""
 
@@ -106,6 +114,8 @@ class StepTrace:
     sizes: tuple[float, ...] | None = None
     #: By stage. Empty where unknown, such as on devices.
     core_waits: tuple[CoreWait, ...] = ()
+    #: The limit of each stage, by stage, where it changes from step to step; else empty.
+    limits: tuple[StageSlots, ...] = ()
 
     @property
     def num_spans(self) -> int:
@@ -161,6 +171,7 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         skipped=parts[0].skipped,
         sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
         core_waits=tuple(sorted((wait for part in parts for wait in part.core_waits), key=lambda wait: wait.stage)),
+        limits=tuple(sorted({limit for part in parts for limit in part.limits}, key=lambda limit: limit.stage)),
     )
 
 

@@ -16,7 +16,7 @@ from rrfp.lab.advice.recorded import RecordedStep, Recording, read_recording
 from rrfp.lab.advice.replays import Interval, Method, Replayer, Replays, hint_text, joined
 from rrfp.lab.advice.report import DOUBTFUL, WORTH, Advice, Cause, Setting
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, counts_bytes
-from rrfp.lab.simulation import planned_sizes
+from rrfp.lab.simulation import planned_sizes, resolve_limits
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, is_training
 from rrfp.memory.admission import Limit, bytes_of
@@ -259,7 +259,7 @@ class _Adviser:
         num_bytes = limit.bytes if isinstance(limit, Limit) else bytes_of(limit)
         if num_bytes is not None:
             return [f"{num_bytes * halves // 2}B" for halves in (3, 4, 6)]
-        least = min(Limit.resolve(limit, stage, stages).microbatches or microbatches for stage in range(stages))
+        least = min(each.microbatches or microbatches for each in resolve_limits(self._recording.costs, limit))
         names = {1: "n", 2: "2n"}
         # One that takes all microbatches of the step is the last that differs.
         larger = [n for n in LIMITS if n * stages > least and (n - 1) * stages < microbatches]
