@@ -26,6 +26,7 @@ class StepOpened:
         size_correlation: the least correlation of the sizes with the times of any stage in an earlier step, the same on
             every rank; None: not known.
         visits: which virtual stages of the whole pipeline each microbatch visits, the same on every rank. None: all.
+        limit: K of this stage in this step, at least 1, where it changes between steps; None: the stage's own.
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepOpened:
     sizes: tuple[float, ...] | None = None
     size_correlation: float | None = None
     visits: Visits | None = None
+    limit: int | None = None
 
 
 @record

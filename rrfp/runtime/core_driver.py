@@ -28,6 +28,7 @@ from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
 from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.transports.base import Channel, Message, MessageKind
 
 _SENT_AS = {kind: MessageKind(kind.value) for kind in GroupMessageKind}
@@ -99,8 +100,14 @@ class CoreDriver:
         self._harmless = _HARMLESS if core.limit.bytes is None else frozenset[type]()
         self._leader_protocol: LeaderProtocol | None = None
         self._agreement: AgreementArbiter | None = None
+        #: Follows round trips, with ``limit="auto"``.
+        self.follower: LimitFollower | None = None
+        echoes: Mapping[MessageKind, Handler] = {}
+        if settings.limits is not None:
+            self.follower = LimitFollower(context.topology, settings.limits, self.messenger.post, _loop_time)
+            echoes = {MessageKind.ECHO: self.follower.on_message}
         self._performers: Mapping[type, Callable[[Any], None]] = {
-            ev.Send: self.messenger.send_soon,
+            ev.Send: self.messenger.send_soon if self.follower is None else self._send_beside_echo,
             ev.Preview: self._preview,
             ev.ReportBegun: self.messenger.send_soon,
             ev.Credit: self.messenger.credit,
@@ -115,6 +122,7 @@ class CoreDriver:
             MessageKind.CONSUMED: self.messenger.on_consumed,
             MessageKind.BEGUN: self.messenger.on_begun,
             MessageKind.TIE: self.gradients.on_message,
+            **echoes,
             **self._join_group(settings.coordination),
         }
 
@@ -164,7 +172,11 @@ class CoreDriver:
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits)
+            limit = None
+            if self.follower is not None:
+                self.follower.open(step)
+                limit = self.follower.microbatches
+            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit)
             self.arbiter.kick()
             self._apply(ev.StepOpened(*opened))
 
@@ -184,6 +196,11 @@ class CoreDriver:
         """As `on_event`, where the arbiter decides anyway: without a kick."""
         for instruction in self.core.apply(event):
             self._performers[type(instruction)](instruction)
+
+    def _send_beside_echo(self, send: ev.Send) -> None:
+        assert self.follower is not None
+        self.follower.on_send(send)
+        self.messenger.send_soon(send)
 
     def _order(self, instruction: ev.ReportReady | ev.Order) -> None:
         step = self._context.activity.step

@@ -67,6 +67,7 @@ def limit_text(limit: Limit | int | str | None) -> str:
         return "none" if limit is None else str(limit)
     parts = [str(limit.microbatches)] if limit.microbatches is not None else []
     parts += [f"{limit.bytes}B"] if limit.bytes is not None else []
+    parts += ["auto"] if limit.auto else []
     return " and ".join(parts) or "none"
 
 
