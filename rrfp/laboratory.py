@@ -74,6 +74,9 @@ COMMAND_CLASSES: Mapping[str, str] = {
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }
 
+#: Methods of the product that compute in the laboratory.
+METHODS: Mapping[str, str] = {"Pipeline.advise": "rrfp.lab.advice.advice:advise_pipeline"}
+
 #: By entry point group and name: what the registry of that group takes for built in.
 PLUGINS: Mapping[str, Mapping[str, str]] = {
     "rrfp.transports": {"simulated": "rrfp.lab.simulated_transport:SimulatedTransport"},

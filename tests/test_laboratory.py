@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, PLUGINS, PUBLIC, load
+from rrfp.laboratory import COMMAND_CLASSES, COMMANDS, METHODS, PLUGINS, PUBLIC, load
 
 #: Loaded by nothing that a training job does with default options.
 APART = ("lab", "engine", "costs")
@@ -54,9 +54,9 @@ def test_public_names_of_the_laboratory_load_and_type_checkers_see_the_same_name
         _ = loaded.nothing
 
 
-NAMED = (COMMANDS, COMMAND_CLASSES, *PLUGINS.values())
+NAMED = (COMMANDS, COMMAND_CLASSES, METHODS, *PLUGINS.values())
 
 
 @pytest.mark.parametrize("target", [home for homes in NAMED for home in homes.values()])
-def test_commands_and_plugins_of_the_laboratory_load(target: str) -> None:
+def test_commands_methods_and_plugins_of_the_laboratory_load(target: str) -> None:
     assert callable(load(target))

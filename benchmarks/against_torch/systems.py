@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
 
 from benchmarks.against_torch.settings import METHODS, TORCH_1F1B, TORCH_GPIPE, TORCH_ZBV, Settings
-from benchmarks.shared.comparison import Runtime
+from benchmarks.shared.comparison import Comparison, Method, Runtime
 from benchmarks.shared.sleeping import Stages, loss_fn
 from benchmarks.shared.tables import Form
 from benchmarks.shared.turns import SILENT, Step
@@ -24,16 +24,21 @@ _TORCH = {TORCH_1F1B: Schedule1F1B, TORCH_GPIPE: ScheduleGPipe, TORCH_ZBV: Sched
 def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> dict[str, Step]:
     """By name, a step of each method; ``stack`` closes what they need."""
     return {
-        name: _torch_step(name, settings, rank, stages)
-        if METHODS[name].runtime is Runtime.TORCH
-        else _rrfp_step(name, settings, rank, stages, stack)
+        name: step_of(name, METHODS[name], settings, rank, stages, stack)
         for name in settings.methods
         if not METHODS[name].own_bytes
     }
 
 
-def _torch_step(name: str, settings: Settings, rank: int, stages: Stages) -> Step:
-    form, count = METHODS[name].form, settings.microbatches
+def step_of(name: str, method: Method, settings: Comparison, rank: int, stages: Stages, stack: ExitStack) -> Step:
+    """A step of one method, which torch's ones are told by their ``name``."""
+    if method.runtime is Runtime.TORCH:
+        return _torch_step(name, method, settings, rank, stages)
+    return _rrfp_step(method, settings, rank, stages, stack)
+
+
+def _torch_step(name: str, method: Method, settings: Comparison, rank: int, stages: Stages) -> Step:
+    form, count = method.form, settings.microbatches
     placement = stages.placement(form)
     owned, total = placement.virtual_stages(rank), placement.num_virtual_stages
     parts = [
@@ -53,8 +58,8 @@ def _torch_step(name: str, settings: Settings, rank: int, stages: Stages) -> Ste
     return step
 
 
-def _rrfp_step(name: str, settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> Step:
-    method, count = METHODS[name], settings.microbatches
+def _rrfp_step(method: Method, settings: Comparison, rank: int, stages: Stages, stack: ExitStack) -> Step:
+    count = settings.microbatches
     placement, modules = stages.placement(method.form), stages.of(method.form)
     options: OptionArguments = {"loss_fn": loss_fn, **SILENT, **method.options}
     part: nn.Module | list[nn.Module] = [*modules] if len(modules) > 1 else modules[0]

@@ -3,18 +3,22 @@
     make gpu-all PYTHON=python3 [ARGS="--only 1 2"]
 
 Each part runs in a process of its own with a time limit, and writes its own file as it goes; a line of each goes into
-the summary. So it may be stopped anywhere, and a part that fails, hangs or breaks the device does not stop the others.
-With `--device stub` or `double` the parts that ask or time a GPU are left out.
+the summary. So it may be stopped anywhere (Ctrl-C or SIGTERM: exit code 130), and a part that fails, hangs or breaks
+the device does not stop the others, nor leaves processes to them. With `--device stub` or `double` the parts that ask
+or time a GPU are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +53,15 @@ class Part:
 def _tests(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/gpu/{name}.py" for name in names)
 
+
+#: How a part ends whose results are good.
+GOOD = "exit code 0"
+
+#: A stand-in computes on the host's cores, which others may use too: so many times longer may a part last there.
+STAND_IN = 4
+
+#: For a part that is stopped to end by itself.
+_LAST_WORDS_S = 10.0
 
 _FIRST = ("events", "gil", "host", "fork", "priority", "backward", "ipc_busy")
 
@@ -103,21 +116,30 @@ def run(parts: Sequence[tuple[int, Part]], device: str, folder: Path) -> bool:
         for number, part in parts:
             results = folder / f"{number:02}-{part.program}.txt"
             write(f"{number}. {part.settles}: {part.program} {' '.join(part.arguments)}")
-            began = time.monotonic()
+            began, end = time.monotonic(), "interrupted"
             try:
-                code = subprocess.run(
-                    command(part, device, results),
-                    cwd=_ROOT,
-                    timeout=part.limit_s,
-                    check=False,
-                    stdin=subprocess.DEVNULL,
-                ).returncode
-                end = f"exit code {code}"
-            except subprocess.TimeoutExpired:
-                code, end = 1, f"stopped after {part.limit_s:g} s"
-            is_good &= code == 0
-            write(f"   {end}, {time.monotonic() - began:.0f} s, {results.name}")
+                end = run_one(command(part, device, results), part.limit_s * (1 if device == "cuda" else STAND_IN))
+            finally:
+                write(f"   {end}, {time.monotonic() - began:.0f} s, {results.name}")
+            is_good &= end == GOOD
     return is_good
+
+
+def run_one(arguments: Sequence[str], limit_s: float) -> str:
+    """Run a command in a group of processes of its own, of which none is left; says how it ended."""
+    process = subprocess.Popen(arguments, cwd=_ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return f"exit code {process.wait(limit_s)}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit_s:g} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)  # so that it writes its sum, and ends its children
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> int:
@@ -128,6 +150,7 @@ def main() -> int:
     numbers = range(1, len(PARTS) + 1)
     parser.add_argument("--only", nargs="+", type=int, choices=numbers, default=list(numbers), help="only these parts")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of a process with CUDA has the size of its address space
     chosen = [
         (number, PARTS[number - 1])

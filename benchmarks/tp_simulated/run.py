@@ -1,17 +1,16 @@
-"""Tensor parallelism simulated: a leader against the paper's agreement. Takes about 3 minutes on 2 cores.
+"""Tensor parallelism simulated: a leader against agreement. Takes about 3 minutes on 2 cores.
 
     python benchmarks/tp_simulated/run.py [--seeds N] [--quick] [--json]
 
 PP 8, 64 microbatches, profile mllm, spike latency drawn anew for every rank, limit 2N; bf on whole and bfw on split
-backwards. A message from rank to rank takes 60 us, an all-gather 120 us. All makespans are relative to the leader's
-(depth 1) on the same draw: the mean of the seeds +- their standard deviation.
+backwards. A message from rank to rank takes 60 us, so a round of agreement 120 us. All makespans are relative to the
+leader's (depth 1) on the same draw: the mean of the seeds +- their standard deviation.
 
 coordination: the cost of one order for all ranks. In "leader (free)" and "agreement (free)" coordination takes no time;
 the difference between the two is the cost of agreement's worse decisions. "coord." is the part of the step in which a
-task was ready on all ranks of a stage and its lanes were idle. "failed" are failed rounds per task, in brackets those
-in which two ranks proposed different tasks (in the others some ranks had nothing to propose). "messages" are messages
-between ranks of one group, per task. "1f1b" is the strict schedule, unsplit, which needs no coordination and less
-memory.
+task was ready on all ranks of a stage and its lanes were idle. "failed" are rounds per task in which two ranks proposed
+different tasks. "messages" are messages between ranks of one group, per task. "1f1b" is the strict schedule, unsplit,
+which needs no coordination and less memory.
 
 slower control: the same with slower messages; tasks take 10 to 30 ms.
 
@@ -188,9 +187,8 @@ def efforts(hint: str, rows: Sequence[Row]) -> Table:
     table = table_of(f"{hint}: coordination", "TP", *shares, "failed", "messages, leader", "messages, agreement")
     for row in rows:
         led, ahead, agreed = (row.ways[way] for way in (LEADER, AHEAD, AGREEMENT))
-        failed = f"{agreed.failed:.2f} ({agreed.disputed:.2f})"
         lost = (f"{way.share:.2%}" for way in (led, ahead, agreed))
-        table.add_row(str(row.tp), *lost, failed, f"{led.messages:,.1f}", f"{agreed.messages:,.1f}")
+        table.add_row(str(row.tp), *lost, f"{agreed.failed:.2f}", f"{led.messages:,.1f}", f"{agreed.messages:,.1f}")
     return table
 
 

@@ -48,8 +48,7 @@ class Way:
         makespan: seconds of the step.
         share: part of the step that the mean stage lost to coordination.
         rounds: decisions a task.
-        failed: of them in vain.
-        disputed: of those, with different tasks proposed.
+        failed: of them, with different tasks proposed, so that none ran.
         messages: messages between ranks of a group, per task.
         run_s: wall time of the simulation.
     """
@@ -58,16 +57,14 @@ class Way:
     share: float
     rounds: float
     failed: float
-    disputed: float
     messages: float
     run_s: float
 
     @classmethod
     def of(cls, result: TensorParallelResult, run_s: float) -> Way:
         """What a run came to."""
-        failed, disputed = result.failed_rounds_per_task, result.disputed_rounds_per_task
-        rounds, messages = result.rounds_per_task, result.messages_per_task
-        return cls(result.makespan, result.coordination_share, rounds, failed, disputed, messages, run_s)
+        rounds, failed = result.rounds_per_task, result.failed_rounds_per_task
+        return cls(result.makespan, result.coordination_share, rounds, failed, result.messages_per_task, run_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ def compare(case: Case) -> Compared:
 
 
 def slower_control(slowed: tuple[Case, float]) -> dict[str, float]:
-    """Makespans of a case where a message takes so many seconds, and an all-gather twice as long."""
+    """Makespans of a case where a message takes so many seconds, and a round of agreement twice as long."""
     case, seconds = slowed
     costs, ranks = draw(case)
     ways: dict[str, Coordination] = {

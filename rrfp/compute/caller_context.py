@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -223,18 +223,10 @@ class CallerModes:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        outside, wanted = torch.is_grad_enabled(), self.mode is Mode.TRAIN
-        if outside is not wanted:
-            torch.set_grad_enabled(wanted)
-        try:
-            with self._entered(self.autocast):
-                return self.context.run(function, *args, **kwargs)
-        finally:  # a module may have switched it too
-            if torch.is_grad_enabled() is not outside:
-                torch.set_grad_enabled(outside)
+        return self._run(self.autocast, function, *args, **kwargs)
 
     def backward(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in the caller's state, but outside autocast.
+        """As `forward`, but outside autocast.
 
         Args:
             function: called on this thread; returns its result.
@@ -243,16 +235,29 @@ class CallerModes:
         """
         # Why without autocast? torch advises against backward under it: backward operators run in the types that
         # autocast chose in forward. A step has both inside the caller's `with torch.autocast(...)`.
-        with self._entered():
-            return self.context.run(function, *args, **kwargs)
+        return self._run((), function, *args, **kwargs)
 
-    def _entered(self, autocast: Collection[tuple[str, torch.dtype]] = ()) -> AbstractContextManager[None]:
-        """The caller's state, but for the grad mode and the context variables."""
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
-        if not autocast and self.cuda_device is None and self.device is None and self.carried is None:
-            return nullcontext()  # the common case
-        return self._settings(autocast)
+    def _run(
+        self,
+        autocast: Collection[tuple[str, torch.dtype]],
+        function: Callable[P, T],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        outside, wanted = torch.is_grad_enabled(), self.mode is Mode.TRAIN
+        if outside is not wanted:
+            torch.set_grad_enabled(wanted)
+        try:
+            if torch.get_num_threads() != self.num_threads:
+                torch.set_num_threads(self.num_threads)
+            if not autocast and self.cuda_device is None and self.device is None and self.carried is None:
+                return self.context.run(function, *args, **kwargs)  # the common case
+            with self._settings(autocast):
+                return self.context.run(function, *args, **kwargs)
+        finally:  # a module may have switched it too
+            if torch.is_grad_enabled() is not outside:
+                torch.set_grad_enabled(outside)
 
     @contextmanager
     def _settings(self, autocast: Collection[tuple[str, torch.dtype]]) -> Iterator[None]:

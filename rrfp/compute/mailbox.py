@@ -19,7 +19,7 @@ from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, LOCAL_KINDS, B, F, Mode, Task
 from rrfp.model.visits import Visits
-from rrfp.plain import shown, value_error, whole
+from rrfp.plain import shown
 
 
 class Mailbox:
@@ -59,23 +59,14 @@ class Mailbox:
         skipped = self._visits.skipped_by(m)
         if kind is F:
             before = self._graph.predecessors[v]
-            return tuple(ABSENT if u in skipped else self._read(Task(F, m, u), (v,)) for u in before)
+            return tuple([ABSENT if u in skipped else self._read(Task(F, m, u), (v,)) for u in before])
         after = self._graph.successors[v]
-        return tuple(ABSENT if w in skipped else self._backward[Task(B, m, w)][v] for w in after)
+        return tuple([ABSENT if w in skipped else self._backward[Task(B, m, w)][v] for w in after])
 
     def _read(self, producer: Task, readers: Collection[int]) -> Payload:
         """What ``readers`` read together of the output of a forward."""
         payload, keys = self._forward[producer], self._feeds.keys(producer.virtual_stage, readers)
         return payload if keys is None else payload.pick(keys)[0]
-
-    def has_inputs(self, task: Task) -> bool:
-        """Whether all inputs of F or B are here."""
-        kind, m, v = task
-        edges, here = (
-            (self._graph.predecessors, self._forward) if kind is F else (self._graph.successors, self._backward)
-        )
-        skipped = self._visits.skipped_by(m)
-        return all(w in skipped or Task(kind, m, w) in here for w in edges[v])
 
     def received(self, task: Task) -> Iterator[Tensor]:
         """The input tensors of F or B from other stages; none for others."""
@@ -85,12 +76,6 @@ class Mailbox:
         for v, payload in zip(edges[task.virtual_stage], self.inputs(task), strict=True):
             if self._graph.stage_of[v] != self._stage:
                 yield from (tensor for tensor in payload.tensors if tensor is not None)
-
-    def output_bytes(self, task: Task) -> int:
-        """Bytes of the output of ``task``, as dense tensors."""
-        if task.kind is F:
-            return self._forward[task].num_bytes
-        return sum(payload.num_bytes for payload in self._backward.get(task, {}).values())
 
     def drop(self, task: Task) -> None:
         """Forget the output of ``task``, which has been sent and read."""
@@ -105,16 +90,19 @@ class Mailbox:
 
     def pack(self, task: Task, peer: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """The tensors of ``task``'s output for the stage ``peer``, and their description."""
-        stage_of = self._graph.placement.stage_of
+        stage_of = self._graph.stage_of
         skipped = self._visits.skipped_by(task.microbatch)
         if task.kind is F:
             after = self._graph.successors[task.virtual_stage]
-            payload = self._read(task, [w for w in after if stage_of(w) == peer and w not in skipped])
+            payload = self._read(task, [w for w in after if stage_of[w] == peer and w not in skipped])
             return payload.tensors, {"structure": payload.structure}
-        own = {u: payload for u, payload in self._backward[task].items() if stage_of(u) == peer}
-        payloads = {u: Payload() if u in skipped else payload for u, payload in own.items()}
-        tensors = tuple(tensor for payload in payloads.values() for tensor in payload.tensors)
-        return tensors, {"parts": [[u, len(payload.tensors)] for u, payload in payloads.items()]}
+        tensors, parts = list[Tensor | None](), list[tuple[int, int]]()
+        for u, payload in self._backward[task].items():
+            if stage_of[u] == peer:
+                own = () if u in skipped else payload.tensors
+                tensors += own
+                parts.append((u, len(own)))
+        return tuple(tensors), {"parts": parts}
 
     def unpack(self, task: Task, tensors: Sequence[Tensor | None], body: Mapping[str, Any]) -> None:
         """Keep another rank's output; a ProtocolError if its description is wrong."""
@@ -131,45 +119,44 @@ class Mailbox:
             for virtual_stage, count in body["parts"]:
                 if virtual_stage in payloads:
                     raise ValueError(f"virtual stage {virtual_stage} comes twice")
-                whole(f"tensors for virtual stage {shown(virtual_stage)}", count, 0, len(rest), error=value_error)
+                if type(count) is not int or not 0 <= count <= len(rest):
+                    text = f"{shown(count)}, must be a whole number 0..{len(rest)}"
+                    raise ValueError(f"tensors for virtual stage {shown(virtual_stage)}: {text}")
                 payloads[virtual_stage], rest = Payload(tuple(rest[:count])), rest[count:]
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{task} arrived with a malformed description: {error!r}") from None
-        stage_of = self._graph.placement.stage_of
-        readers = {u for u in self._graph.predecessors[task.virtual_stage] if stage_of(u) == self._stage}
-        if rest or set(payloads) != readers:
+        stage_of = self._graph.stage_of
+        readers = {u for u in self._graph.predecessors[task.virtual_stage] if stage_of[u] == self._stage}
+        if rest or payloads.keys() != readers:
             raise ProtocolError(f"{task} arrived with gradients for {list(payloads)}, expected {sorted(readers)}")
         self._backward[task] = payloads
 
 
-def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> None:
-    """Run ``task`` on its inputs in ``mailbox``, on the lane's thread."""
-    returned = mailbox.returned
+def run_task(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
+    """Run ``task`` on the lane's thread; returns the bytes that it holds, and those of its output beside them."""
+    kind, m, v = task
+    returned, num_bytes = mailbox.returned, 0
     returned.begin(task)
-    if task.kind is F:
+    if kind is F:
         output: Any = program.forward(task, mailbox.inputs(task))
         if not isinstance(output, Payload):
             raise StageError(f"{_method(program, 'forward')} returned a {type(output).__name__}, must return a Payload")
         returned.end(task, (output,), program.name_of)
         mailbox.put_forward(task, output)
-    elif task.kind is B:
+        num_bytes = output.num_bytes
+        num_bytes -= min(num_bytes, program.held_output_bytes(m, v))
+    elif kind is B:
         grads: Any = program.backward(task, mailbox.inputs(task))
         if not isinstance(grads, tuple) or not all(isinstance(payload, Payload) for payload in grads):
             raise StageError(f"{_method(program, 'backward')} must return a tuple of Payloads")
         returned.end(task, grads, program.name_of)
         mailbox.put_backward(task, grads)
+        for payload in grads:
+            num_bytes += payload.num_bytes
     else:
-        getattr(program, KINDS[task.kind].name)(task)
+        getattr(program, KINDS[kind].name)(task)
         returned.end(task, (), program.name_of)
-
-
-def bytes_after(program: StageProgram, mailbox: Mailbox, task: Task) -> tuple[int, int]:
-    """The bytes that ``task`` holds, and those of its output beside them."""
-    _, m, v = task
-    output = mailbox.output_bytes(task)
-    if task.kind is F:
-        output -= min(output, program.held_output_bytes(m, v))
-    return program.held_bytes(m, v), output
+    return program.held_bytes(m, v), num_bytes
 
 
 def _method(program: StageProgram, name: str) -> str:

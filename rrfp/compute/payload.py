@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rrfp.compute.async_tensors import PLAIN, is_pending, is_sharded, wait_async
 from rrfp.errors import ProtocolError, StageError
+from rrfp.model.record import record
 from rrfp.plain import value_error, whole
 
 _REMEDY = "return a tuple or a dict instead (x._asdict())"
@@ -90,7 +91,7 @@ def _find(name: str) -> Any:
 Structure = Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Payload:
     """Tensors and their nesting.
 
@@ -160,7 +161,11 @@ class Payload:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, as dense ones."""
-        return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
+        total = 0
+        for tensor in self.tensors:  # no generator, which takes longer than all else here
+            if tensor is not None:
+                total += tensor.numel() * tensor.element_size()
+        return total
 
 
 #: In place of an output of a virtual stage that the microbatch skips, and of the gradients from there.
@@ -173,7 +178,7 @@ def _sent(tensor: Tensor | None, needs_copy: Callable[[Tensor], bool]) -> Tensor
     sent = canonical(tensor.detach())
     if needs_copy(sent):
         sent = sent.clone()
-    return sent.requires_grad_(tensor.requires_grad)
+    return sent.requires_grad_() if tensor.requires_grad else sent
 
 
 def canonical(tensor: Tensor) -> Tensor:
@@ -181,33 +186,23 @@ def canonical(tensor: Tensor) -> Tensor:
     # Why also for a payload that stays on its rank? Products over other strides round differently, so results would
     # depend on the placement. Why not is_contiguous()? It ignores the strides of dims of size 1, which kernels read.
     tensor = wait_async(tensor)
-    if not tensor.is_contiguous():
-        return tensor.contiguous().view(-1).view(tensor.shape)
-    if 1 not in (shape := tensor.shape) and 0 not in shape:
-        return tensor
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(tensor.stride()), strict=True):
-        if stride != expected:
-            return tensor.contiguous().view(-1).view(tensor.shape)
+    shape = tensor.shape
+    return tensor if tensor.stride() == _row_major(shape) else tensor.contiguous().view(-1).view(shape)
+
+
+@lru_cache(maxsize=1024)
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of ``shape`` in row-major memory."""
+    strides, expected = [], 1
+    for size in reversed(shape):
+        strides.append(expected)
         expected *= max(size, 1)
-    return tensor
+    return tuple(reversed(strides))
 
 
 def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
     if isinstance(value, Tensor):
-        if is_sharded(value):
-            raise StageError(
-                f"{path} is a DTensor; between stages travel ordinary tensors: return {path}.to_local(), which reaches "
-                "the same member of the next stage's group, or its full_tensor()"
-            )
-        _check_dense(value, path)
-        if type(value) not in PLAIN and not is_pending(value):
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise StageError(
-                f"{path} is a {kind}, a class derived from torch.Tensor; between stages travel ordinary tensors, since "
-                f"another rank would get no more than the values: return {path}.as_subclass(torch.Tensor), or the "
-                "tensors that it is made of, and build it again where it is used"
-            )
+        _check_tensor(value, path)
         leaves.append(value)
         return ["t", len(leaves) - 1]
     if value is None or isinstance(value, bool | int | float | str):
@@ -223,15 +218,20 @@ def _describe(value: Any, leaves: list[Tensor | None], path: str) -> list[Any]:
         return ["n", name_of(value, path), list(fields), *items]
     if isinstance(value, tuple | list):
         mark = "(" if isinstance(value, tuple) else "["
-        return [mark, *(_describe(item, leaves, f"{path}[{i}]") for i, item in enumerate(value))]
+        return [mark, *[_describe(item, leaves, f"{path}[{i}]") for i, item in enumerate(value)]]
     raise StageError(
         f"{path} is of type {type(value).__name__}; between stages may travel tensors, None, bool, int, float, str, "
         "and tuples, named tuples, lists and string-keyed dicts of them"
     )
 
 
-def _check_dense(tensor: Tensor, path: str) -> None:
-    """Refuse nested, sparse, opaque and quantized tensors."""
+def _check_tensor(tensor: Tensor, path: str) -> None:
+    """Refuse sharded, nested, sparse, opaque and quantized tensors, and those of other derived classes."""
+    if is_sharded(tensor):
+        raise StageError(
+            f"{path} is a DTensor; between stages travel ordinary tensors: return {path}.to_local(), which reaches "
+            "the same member of the next stage's group, or its full_tensor()"
+        )
     if tensor.is_nested:
         kind, remedy = "nested", f"list({path}.unbind()), or {path}.to_padded_tensor(0.0)"
     elif tensor.layout is not torch.strided:
@@ -239,8 +239,15 @@ def _check_dense(tensor: Tensor, path: str) -> None:
         kind, remedy = f"{tensor.layout}", f"{path}.to_dense(){parts}"
     elif tensor.is_quantized:
         kind, remedy = "quantized", f"{path}.dequantize(), or its int_repr() and its scale"
-    else:
+    elif type(tensor) in PLAIN or is_pending(tensor):
         return
+    else:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise StageError(
+            f"{path} is a {kind}, a class derived from torch.Tensor; between stages travel ordinary tensors, since "
+            f"another rank would get no more than the values: return {path}.as_subclass(torch.Tensor), or the "
+            "tensors that it is made of, and build it again where it is used"
+        )
     raise StageError(f"{path} is a {kind} tensor; between stages travel dense ones: return {remedy}")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rrfp.compute.async_tensors import PLAIN
 from rrfp.compute.payload import Payload, Structure, canonical
 from rrfp.errors import StageError
-from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.tasks import B, F, Mode, Task
 
 #: How torch's own error about a write into a leaf that requires grad ends.
 _LEAF_ERROR = "leaf Variable that requires grad is being used in an in-place operation"
@@ -101,8 +101,8 @@ class Returned:
 
     def begin(self, task: Task) -> None:
         """A task begins."""
-        if task.kind is Kind.B:
-            self._forget(task._replace(kind=Kind.F))
+        if task.kind is B:
+            self._forget(Task(F, task.microbatch, task.virtual_stage))
 
     def end(self, task: Task, payloads: Sequence[Payload], name_of: Callable[[int], str]) -> None:
         """A task returns ``payloads``; a StageError if it wrote into earlier ones."""
@@ -110,23 +110,23 @@ class Returned:
             raise StageError(self._refusal(task, name_of))
         while self._dropped:  # only now: the task may have begun before the output was copied for the last time
             self._forget(self._dropped.popleft())
-        watched = [
-            (payload.structure, [None if tensor is None else write_counter(tensor) for tensor in payload.tensors])
-            for payload in payloads
-        ]
-        for _, counters in watched:
-            for counter in counters:
-                if counter is not None:
-                    self._counters[key := id(counter)] = counter
-                    self._versions[key] = counter._version
-        if watched:
-            self._by_task[task] = watched
+        if payloads:
+            self._by_task[task] = [(payload.structure, self._watch(payload.tensors)) for payload in payloads]
+
+    def _watch(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The counters of ``tensors``, which are looked at from now on."""
+        counters = [None if tensor is None else write_counter(tensor) for tensor in tensors]
+        for counter in counters:
+            if counter is not None:
+                self._counters[key := id(counter)] = counter
+                self._versions[key] = counter._version
+        return counters
 
     def drop(self, task: Task) -> None:
         """The output of ``task`` has been read. Called on the loop."""
         # Of a training step the outputs of forwards are kept until `begin`: readers on this rank save them for their
         # backwards, and a module that writes into them is found whatever the timing.
-        if task.kind is Kind.B or self._mode is not Mode.TRAIN:
+        if task.kind is B or self._mode is not Mode.TRAIN:
             self._dropped.append(task)
 
     def _forget(self, task: Task) -> None:
@@ -145,7 +145,7 @@ class Returned:
         )
         writer, owner = (f"{name_of(v)} on virtual stage {v}" for v in (task.virtual_stage, returned.virtual_stage))
         tensor = _path(structure, index)
-        if returned.kind is Kind.B:
+        if returned.kind is B:
             tensor = f"{tensor} of the input gradients"
         if writer == owner:
             owner, remedy = "it", "return a clone (x.clone())"

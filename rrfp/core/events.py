@@ -26,6 +26,7 @@ class StepOpened:
         size_correlation: the least correlation of the sizes with the times of any stage in an earlier step, the same on
             every rank; None: not known.
         visits: which virtual stages of the whole pipeline each microbatch visits, the same on every rank. None: all.
+        limit: K of this stage in this step, at least 1, where it changes between steps; None: the stage's own.
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepOpened:
     sizes: tuple[float, ...] | None = None
     size_correlation: float | None = None
     visits: Visits | None = None
+    limit: int | None = None
 
 
 @record
@@ -66,7 +68,7 @@ class Enqueued:
 
 @record
 class Previewed:
-    """The inputs of ``task``, a forward that has not started, show how large it is; for a limit on bytes.
+    """The inputs of ``task``, a forward that has not started, show how large it is; the answer to `Preview`.
 
     Attributes:
         task: the forward.
@@ -231,6 +233,16 @@ class Idle:
 
 
 @record
+class Preview:
+    """Report with `Previewed` how large the forward ``task`` is, where its inputs show that: all of them are here now.
+
+    Only under a limit on bytes.
+    """
+
+    task: Task
+
+
+@record
 class ReportBegun:
     """Tell stage ``peer`` that this stage has begun the forward ``task``, which is expected to take ``seconds``."""
 
@@ -296,4 +308,6 @@ class FinishStep:
     step: StepId
 
 
-Instruction = Run | Idle | ReportBegun | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+Instruction = (
+    Run | Idle | Preview | ReportBegun | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+)

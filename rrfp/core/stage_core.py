@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from rrfp.core import events as ev
@@ -33,7 +34,7 @@ from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.memory.size_order import followed
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, StepId, Task
+from rrfp.model.tasks import ENDING_KINDS, B, Kind, Mode, Task
 from rrfp.model.visits import Visits
 
 
@@ -182,6 +183,7 @@ class StageCore:
         self.stage = stage
         self.hint = hint
         self.limit = limit if limit is not None else Limit()
+        assert not self.limit.auto, "a core takes K of each step from StepOpened"
         self.group = group if group is not None else GroupMembership()
         self.in_order = frozenset(in_order)
         self._admission = admission
@@ -189,7 +191,8 @@ class StageCore:
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
         self._seen_sizes = {mode: SeenSizes(graph.placement.chunks_of(stage)) for mode in Mode}
         self._durations = MeanDurations()
-        wants_events = type(hint).observe is not Hint.observe and not self.group.follows
+        self._follows = self.group.follows
+        wants_events = type(hint).observe is not Hint.observe and not self._follows
         self._observe = hint.observe if wants_events else None
         self._early: list[_Early] = []
         self._next_step = 0
@@ -220,7 +223,7 @@ class StageCore:
         step = self._step
         if step is None or self._is_aborted:
             return None
-        if self.group.follows:
+        if self._follows:
             entry = step.group.next()
             return None if entry is None else ev.Run(entry)
         ready = step.ready
@@ -389,12 +392,12 @@ class StageCore:
         visits = Visits(event.microbatches) if event.visits is None else event.visits
         if visits.microbatches != event.microbatches:
             raise ConfigError(f"visits are of {visits.microbatches} microbatches, must be of {event.microbatches}")
-        step_id = StepId(event.step, event.mode, event.microbatches)
         context = RuleContext(self.graph, self.stage, visits, event.mode, bool(self.in_order))
         rule = self._admission or rule_of(self.limit.rule, context)
         visitors = [visits.visitors(v) for v in self.graph.placement.virtual_stages(self.stage)]
+        limit = self.limit if event.limit is None else replace(self.limit, microbatches=event.limit)
         admission = rule(
-            self.limit.slots(len(visitors)),
+            limit.slots(len(visitors)),
             None if self.group.follows else self.limit.bytes,  # a follower's bytes count on its leader
             visitors,
             seen=self._seen_sizes[event.mode].open_step(),
@@ -402,16 +405,14 @@ class StageCore:
             sizes=event.sizes,
         )
         step = Step(
-            step_id,
+            event,
+            visits,
             self.graph,
             self.stage,
             admission,
-            visits,
             group=self.group,
             in_order=self.in_order,
             durations=self._durations,
-            sizes=event.sizes,
-            size_correlation=event.size_correlation,
         )
         view = StageView(self.graph, self.stage, step, self._durations)
         order = None

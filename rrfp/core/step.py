@@ -12,8 +12,9 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
 
     event          refused unless                      effect                                instructions
     StepOpened     see `rrfp.core.stage_core`                                                ReduceChunk of what no
-                                                                                             microbatch visits
-    Arrived        read here, the first time           readers here lack one input fewer     follower: ReportReady
+                                                                                             microbatch visits; Preview
+    Arrived        read here, the first time           readers here lack one input fewer     follower: ReportReady;
+                                                                                             Preview
     ReadyReported  leader awaits it, the first time    the task lacks one report fewer
     Ordered        follower, the next log entry        readers here lack one input fewer
     Previewed      of a forward here                   its expected bytes change
@@ -21,7 +22,8 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
                                                        it; readers lack one input fewer      forward: ReportBegun
     Completed      the oldest in flight                bytes are counted; its output gets    Send to each peer; Release
                                                        users, its inputs lose one            and Credit of inputs; after
-                                                                                             the last task ReduceChunk
+                                                                                             the last task ReduceChunk;
+                                                                                             Preview
     SendReleased   that send is on its way             the output loses a user               after the last Release
     Consumed       forward only, that peer owes it     the last one frees slot and bytes
     HeldReported   leader, ordered, the first time     bytes of a follower are counted
@@ -31,6 +33,7 @@ kind and virtual stage (`rrfp.core.task_state`), so that an event costs the same
     ChunkReduced   its tasks are done, the first time  its gradients are final
 
 FinishStep follows the event after which all tasks are done, chunks reduced, sends released and outputs consumed.
+Preview is of the forwards here whose last input this was, and only under a limit on bytes.
 
 Rules behind the table:
 
@@ -46,6 +49,8 @@ Rules behind the table:
    twice would give a wrong model without a word.
 5. Instructions come in the order in which they help others: sends before releases, the reduction of a chunk after its
    last send, FinishStep last.
+6. A lane that runs ahead may take a forward whose inputs are still being computed here. Under a limit on bytes nothing
+   can show its size before it starts, so it counts as one that no other forward is like.
 
 Rejected: to count a task as done inside once it has completed (simpler, but a lane then holds one task at a time); and
 an object for each task (a simulated step of 64 stages and 1,024 microbatches has 131,072, and the garbage collector
@@ -163,26 +168,25 @@ class Step:
 
     def __init__(
         self,
-        step_id: StepId,
+        opened: ev.StepOpened,
+        visits: Visits,
         graph: TaskGraph,
         stage: int,
         admission: MemoryRule,
-        visits: Visits,
         *,
         group: GroupMembership,
         in_order: Collection[ForcedOrder],
         durations: MeanDurations,
-        sizes: tuple[float, ...] | None,
-        size_correlation: float | None = None,
     ) -> None:
-        mode, count = step_id.mode, step_id.microbatches
+        mode, count = opened.mode, opened.microbatches
         virtual_stages = graph.placement.virtual_stages(stage)
-        self.id = step_id
+        self.id = StepId(opened.step, mode, count)
         self.visits = visits
         self.states = TaskStates(graph, stage, visits, mode)
         self.admission = admission
         self._bytes = admission.bytes
-        self.sizes, self.size_correlation = sizes, size_correlation
+        self._previews = admission.byte_limit is not None
+        self.sizes, self.size_correlation = opened.sizes, opened.size_correlation
         #: By microbatch, how long its forwards and its other tasks have taken here, to compare with the sizes.
         self.seconds = ([0.0] * count, [0.0] * count)
         drain_order = None
@@ -195,7 +199,7 @@ class Step:
         self.outputs = Outputs(self.states, stage, mode)
         self.group = GroupStep(
             group,
-            step_id,
+            self.id,
             stage,
             states=self.states,
             readiness=self.readiness,
@@ -252,7 +256,10 @@ class Step:
     def begin(self) -> Instructions:
         """What is done at once, where nothing here is visited."""
         unvisited = [v for v, count in self.unfinished.items() if not count] if self._is_training else []
-        return self._and_finish(list(map(ev.ReduceChunk, unvisited)))
+        instructions: list[ev.Instruction] = [*map(ev.ReduceChunk, unvisited)]
+        if self._previews:
+            instructions += map(ev.Preview, self.outputs.fed_by_caller())
+        return self._and_finish(instructions)
 
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
         kind, m, virtual_stage = event.task
@@ -267,7 +274,9 @@ class Step:
             self.pauses.arrive(event.task)
         self.outputs.receive(source, m, event.num_bytes)
         self.readiness.arrive(source, m)
-        return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m))) if self._follows else ()
+        if self._follows:
+            return tuple(map(ev.ReportReady, self.readiness.supplied_by(source, m)))
+        return tuple(map(ev.Preview, self.outputs.completed_by(source, m))) if self._previews and kind is F else ()
 
     def _unexpected(self, producer: Task) -> ProtocolError:
         if self.states.reads(producer):
@@ -295,9 +304,12 @@ class Step:
         self.num_enqueued += 1
         self.enqueued[kind][state.chunk] += 1
         self.in_flight.append(task)
+        limit = self.admission.byte_limit
         if state.takes_slot:
+            if limit is not None and not self.outputs.are_here(state, m):
+                limit.run_ahead((state.chunk, m), (task, self.id))
             self.admission.acquire(state.chunk, m)
-        elif (limit := self.admission.byte_limit) is not None:
+        elif limit is not None:
             limit.start_backward((state.chunk, m), is_last=state.frees_memory)
         if state.frees_memory and self._is_training:
             self.admission.release_slot(m)
@@ -326,7 +338,7 @@ class Step:
         self._durations.add(kind, state.chunk, event.seconds)
         if self.sizes is not None:
             self.seconds[kind is not F][m] += event.seconds
-        outputs.produce(state, task)
+        outputs.produce(state, wiring, task)
         consumed_of = outputs.consumed_of
         instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]
         self._settle_memory(state, task, event.held, event.output)
@@ -342,6 +354,8 @@ class Step:
         self.unfinished[virtual_stage] -= 1
         if self._is_training and not self.unfinished[virtual_stage]:
             instructions.append(ev.ReduceChunk(virtual_stage))
+        if self._previews and kind is F:
+            instructions += map(ev.Preview, outputs.completed_by(state, m))
         return self._and_finish(instructions)
 
     def _stop_using(self, source: RefCounts, microbatch: int, was_last: bool) -> Instructions:

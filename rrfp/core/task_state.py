@@ -261,6 +261,23 @@ class Outputs:
             self.received_bytes += num_bytes
             self.peak_received_bytes = max(self.peak_received_bytes, self.received_bytes)
 
+    def are_here(self, state: TaskState, microbatch: int) -> bool:
+        """Whether all that a task reads, which has not run, is here: received, or made by a completed task."""
+        return all(source.left[microbatch] for source in state.wiring(microbatch).sources)
+
+    def completed_by(self, source: TaskState, microbatch: int) -> Iterator[Task]:
+        """Forwards not yet enqueued whose last input was the output of ``source``."""
+        for reader in source.readers:
+            if reader.kind is F and not reader.is_available[microbatch] and self.are_here(reader, microbatch):
+                yield reader.task(microbatch)
+
+    def fed_by_caller(self) -> Iterator[Task]:
+        """Forwards that read no other task."""
+        for state in self._states.own[F].values():
+            for microbatch, skips in enumerate(state.is_available):
+                if not skips and not state.wiring(microbatch).num_inputs:
+                    yield state.task(microbatch)
+
     def start_reading(self, state: TaskState, microbatch: int) -> None:
         """A task was enqueued: what it reads is used from now on."""
         for source in state.wiring(microbatch).sources:
@@ -278,10 +295,9 @@ class Outputs:
         """A task that read an output completed, or a send released it."""
         refs.left[microbatch] -= 1
 
-    def produce(self, state: TaskState, task: Task) -> None:
+    def produce(self, state: TaskState, wiring: Wiring, task: Task) -> None:
         """``task`` completed: its output is on its way to every peer."""
         m = task.microbatch
-        wiring = state.wiring(m)
         peers, num_readers = wiring.peers, wiring.num_readers
         count = num_readers + len(peers)
         state.refs.left[m] = count

@@ -261,7 +261,7 @@ def _what(topology: Topology, event: ev.Event) -> str:
         case ev.Enqueued():
             return "began"
         case ev.Completed():
-            return f"completed, holding {event.held} bytes,"
+            return f"completed, holding {event.held} bytes," if event.held else "completed"
         case ev.SendReleased() | ev.Consumed():
             owner = topology.name_of(topology.rank_of(event.peer))
             return f"{'sent to' if isinstance(event, ev.SendReleased) else 'consumed by'} {owner}"

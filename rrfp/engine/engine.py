@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
+from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.hint import Hint
@@ -27,7 +28,7 @@ from rrfp.engine.record import EngineRecord, EngineResult
 from rrfp.errors import DeadlockError
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import F, Mode, StepId, Task
+from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.model.topology import Topology
 
 
@@ -90,7 +91,7 @@ def run(
         size_correlation: as a step before would have shown it, see `rrfp.hints.View`; None: there was none.
         shows_inputs: whether the inputs of forwards show how many bytes they will hold, where the table has bytes.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
-        takes_offers: a stage runs what its core had decided before its task ended, as `rrfp.arbiter.offers` has it. If
+        takes_offers: where `rrfp.arbiter.offers` may, a stage runs what its core had decided before its task ended. If
             not, each decision knows all that happened until then.
     """
     graph = graph_of(costs)
@@ -131,8 +132,6 @@ class _Engine:
         self._durations = {kind: _rows(times) for kind, times in costs.durations.items()}
         self._held = None if costs.held is None else _rows(costs.held)
         self._message_times = message_times(costs)
-        #: Outputs of forwards, and the stages on which they are; only where inputs show sizes.
-        self._here: set[tuple[Task, int]] = set()
         # (time, order of insertion, stage, event): the order makes the heap total, and ties first come, first served.
         self._heap: list[tuple[float, int, int, Happening]] = []
         self._pushed = count()
@@ -144,9 +143,8 @@ class _Engine:
     def run(self, sizes: tuple[float, ...] | None, size_correlation: float | None) -> EngineResult:
         step = self._step
         opened = ev.StepOpened(step.number, step.mode, step.microbatches, sizes, size_correlation, self._visits)
-        for core in self._cores:
-            core.apply(opened)
-        self._preview_inputs_of_the_caller()
+        for stage in range(len(self._cores)):
+            self._perform(stage, self._cores[stage].apply(opened), 0.0)
         for stage in range(len(self._cores)):
             self._decide(stage, 0.0)
         heap = self._heap
@@ -174,39 +172,17 @@ class _Engine:
             if self._pauses[stage].is_on(event.number):
                 self._pauses[stage].end()
             return
-        core = self._cores[stage]
-        instructions = core.apply(event)
-        if self.shows_inputs and isinstance(event, ev.Arrived | ev.Completed) and event.task.kind is F:
-            self._here.add((event.task, stage))
-            self._preview_readers(stage, event.task)
+        self._perform(stage, self._cores[stage].apply(event), now)
+
+    def _perform(self, stage: int, instructions: Iterable[ev.Instruction], now: float) -> None:
         for instruction in instructions:
             if type(instruction) is ev.Send:
                 self._send(stage, instruction, now)
+            elif type(instruction) is ev.Preview:
+                if self.shows_inputs:
+                    self._cores[stage].apply(ev.Previewed(instruction.task, self._bytes_after(instruction.task)))
             elif type(instruction) is ev.ReduceChunk:
                 self._cores[stage].apply(ev.ChunkReduced(instruction.virtual_stage))
-
-    def _preview_inputs_of_the_caller(self) -> None:
-        """The caller's inputs show their sizes at once."""
-        if self.shows_inputs:
-            for v in range(len(self._graph.stage_of)):
-                for m in self._visits.visitors(v):
-                    self._preview(Task(F, m, v))
-
-    def _preview_readers(self, stage: int, task: Task) -> None:
-        """A forward's output may complete what shows its readers' sizes."""
-        for reader in self._graph.successors[task.virtual_stage]:
-            forward = Task(F, task.microbatch, reader)
-            if self._graph.stage_of[reader] == stage and self._visits.exists(forward):
-                self._preview(forward)
-
-    def _preview(self, forward: Task) -> None:
-        """Tell the core a forward's bytes, once all its inputs are here."""
-        inputs = filter(self._visits.exists, self._graph.inputs(forward))
-        stage = self._graph.stage_of[forward.virtual_stage]
-        if all((task, stage) in self._here for task in inputs):
-            assert self._held is not None
-            num_bytes = int(self._held[forward.virtual_stage][forward.microbatch])
-            self._cores[stage].apply(ev.Previewed(forward, num_bytes))
 
     def _bytes_after(self, task: Task) -> int:
         return 0 if self._held is None else int(self._held[task.virtual_stage][task.microbatch])
@@ -251,6 +227,27 @@ class _Engine:
             raise DeadlockError("deadlock: every stage is idle and nothing is in flight\n" + "\n".join(lines))
 
 
+class OfferedSlot:
+    """Room for one offered task, which a lane begins when its running one has ended."""
+
+    def __init__(self) -> None:
+        self.task: Task | None = None
+
+    def offer(self, task: Task) -> None:
+        """Let the lane begin ``task`` next."""
+        assert self.task is None, f"{task} is offered beside {self.task}"
+        self.task = task
+
+    def withdraw(self) -> bool:
+        """Take the task back; False if the lane has begun it."""
+        return self.pop() is not None
+
+    def pop(self) -> Task | None:
+        """The lane begins what is offered, if anything is."""
+        task, self.task = self.task, None
+        return task
+
+
 class _OfferingEngine(_Engine):
     """A stage that ends a task takes the one that was offered to it last, without another decision."""
 
@@ -258,24 +255,30 @@ class _OfferingEngine(_Engine):
 
     def __init__(self, costs: CostTable, graph: TaskGraph, cores: list[StageCore]) -> None:
         super().__init__(costs, graph, cores)
-        self._offered: list[ev.Run | None] = [None] * len(cores)
+        self._slots = [OfferedSlot() for _ in cores]
+        #: By stage, the offered task that its lane has begun.
+        self._begun: list[list[Task]] = [[] for _ in cores]
+        self._offers = [
+            Offers(core, slot, begun.append) if may_offer(core, depth=1) else None
+            for core, slot, begun in zip(cores, self._slots, self._begun, strict=True)
+        ]
 
     def _apply(self, stage: int, event: Happening, now: float) -> None:
-        if type(event) is not ev.Completed:
+        offers = self._offers[stage]
+        if type(event) is not ev.Completed or offers is None or self._slots[stage].pop() is None:
             super()._apply(stage, event, now)
             return
-        offered, self._offered[stage] = self._offered[stage], None
-        if offered is not None:
-            self._begin(stage, offered.task, now)  # before the core hears of the end
+        offers.withdraw()  # as before any completion: it is too late
+        self._begin(stage, self._begun[stage].pop(), now)
         super()._apply(stage, event, now)
-        self._idle[stage] = offered is None
+        self._idle[stage] = False
 
     def _decide(self, stage: int, now: float) -> None:
         if self._idle[stage]:
             super()._decide(stage, now)
-        if not self._idle[stage]:
-            decision = self._cores[stage].decide()
-            self._offered[stage] = decision if type(decision) is ev.Run else None
+        offers = self._offers[stage]
+        if not self._idle[stage] and offers is not None:
+            offers.revise()
 
 
 def _rows(matrix: Matrix) -> list[array[float]]:

@@ -95,7 +95,7 @@ class SlotAware(EncoderAware):
     def choose(self, ready: ReadySet, view: View) -> Task | None:
         forward = self.first(F, ready, view)
         if forward is None:
-            if self._wants_slots(ready, view) and (weight := ready.first(W)) is not None:
+            if self._split_chunks and self._wants_slots(ready, view) and (weight := ready.first(W)) is not None:
                 return weight
         elif view.last_kind is B or view.num_enqueued(F) - view.num_enqueued(B) < self._depth:
             return forward

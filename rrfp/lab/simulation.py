@@ -19,6 +19,7 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
 from rrfp.memory.admission import Limit, rule_of
+from rrfp.memory.round_trips import Pace, RoundTripRule, StageMeasure
 from rrfp.memory.rules import RuleContext
 from rrfp.memory.size_order import followed, least
 from rrfp.model.tasks import F, Mode
@@ -110,8 +111,9 @@ def simulate(
         costs: what tasks and messages take.
         hint: a hint's name, class or instance.
         strict: a schedule's name, or a schedule file's text; its stages wait for their next task.
-        limit: with a hint, how many microbatches a stage may hold (default ``2n``), or, where the table has bytes, how
-            many bytes: ``8MB`` on each stage; ``bytes:K``, ``bytes:1f1b`` ... limit the bytes of each stage to the most
+        limit: with a hint, how many microbatches a stage may hold (default ``2n``; ``auto`` goes by the latencies and
+            times of the table, as a job does by what it measures), or, where the table has bytes, how many bytes:
+            ``8MB`` on each stage; ``bytes:K``, ``bytes:1f1b`` ... limit the bytes of each stage to the most
             that it holds under that limit, so that both take the same memory. A strict schedule takes none, and its
             bound uses the memory that the schedule itself needs.
         admission: with a hint, how chunks share the limit's slots; None: the limit's own rule, ``staircase`` unless it
@@ -247,9 +249,29 @@ def resolve_limits(costs: CostTable, spec: Limit | int | str | None, admission: 
     spec = DEFAULT_LIMIT if spec is None else spec
     graph, stages = graph_of(costs), costs.stages
     limits = [Limit.resolve(spec, stage, stages, distance=graph.distance_to_sink(stage)) for stage in range(stages)]
+    if limits[0].auto:
+        counts = RoundTripRule(graph).limits(pace_of(costs))
+        limits = [limit.at(count) for limit, count in zip(limits, counts, strict=True)]
     if any(limit.bytes is not None for limit in limits):
         _check_has_bytes(costs)
     return limits if admission is None else [replace(limit, rule=admission) for limit in limits]
+
+
+def pace_of(costs: CostTable) -> Pace:
+    """What ``limit="auto"`` measures in steps of this table."""
+    graph, visits = graph_of(costs), costs.visits
+    latencies = costs.latency_forward + costs.latency_backward
+    trips: list[dict[int, float]] = [{} for _ in range(costs.stages)]
+    assert graph.edges is not None
+    for (u, v), seconds in zip(graph.edges, latencies, strict=True):
+        one, other = graph.stage_of[u], graph.stage_of[v]
+        if one != other and (both := sorted({*visits.visitors(u)} & {*visits.visitors(v)})):
+            trips[one][other] = max(float(seconds[both].mean()), trips[one].get(other, 0.0))
+    total: Matrix = sum(costs.durations.values(), start=np.zeros(()))
+    own = [total[list(costs.virtual_stages_of(stage))].sum(axis=0) for stage in range(costs.stages)]
+    return Pace.of(
+        [StageMeasure.of([float(x) for x in times if x], by_peer) for times, by_peer in zip(own, trips, strict=True)]
+    )
 
 
 def _check_has_bytes(costs: CostTable) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rrfp.errors import ConfigError
 from rrfp.memory.banker import Banker
 from rrfp.memory.rules import MemoryRule, Paper, Reserve, RuleContext, Staircase
+from rrfp.plain import flag
 
 #: One row a rule on slots; each names the rule on bytes that goes with it (`rrfp.memory.byte_limit`).
 RULES: Final[Mapping[str, type[MemoryRule]]] = {rule.name: rule for rule in (Staircase, Paper, Reserve, Banker)}
@@ -22,7 +23,9 @@ RULES: Final[Mapping[str, type[MemoryRule]]] = {rule.name: rule for rule in (Sta
 OFFERED_RULES: Final = tuple(name for name, rule in RULES.items() if rule.is_offered)
 DEFAULT_RULE: Final = Staircase.name
 
-LIMIT_PRESETS = ("1f1b", "n", "2n")
+#: The limit that follows round trips between stages; see `rrfp.memory.round_trips`.
+AUTO: Final = "auto"
+LIMIT_PRESETS = ("1f1b", "n", "2n", AUTO)
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(rf"([0-9]+)({'|'.join(_UNITS)})")
@@ -37,14 +40,18 @@ class Limit:
         bytes: bytes held by microbatches in work and by outputs on their way out, at least 1. None: unlimited.
         rule: how the chunks of a stage share the slots: ``"staircase"``, or ``"paper"`` for the paper's Appendix C. The
             two are one rule where a stage has one chunk.
+        auto: K follows the round trips between stages, step by step, as ``"auto"`` does; ``microbatches`` is then the
+            most that it may be. Only with the rule ``"staircase"``.
 
     Raises:
-        ConfigError: on a value that is no whole number >= 1, an unknown rule, or bytes under the paper's rule.
+        ConfigError: on a value that is no whole number >= 1, an unknown rule, or bytes or ``auto`` under the paper's
+            rule.
     """
 
     microbatches: int | None = None
     bytes: int | None = None
     rule: str = DEFAULT_RULE
+    auto: bool = False
 
     def __post_init__(self) -> None:
         for field, value in (("microbatches", self.microbatches), ("bytes", self.bytes)):
@@ -58,6 +65,20 @@ class Limit:
             raise ConfigError(f"limit: rule is {self.rule!r}, must be one of: {', '.join(OFFERED_RULES)}")
         if self.bytes is not None and not RULES[self.rule].counts_bytes:
             raise ConfigError(f"limit: bytes must be None with rule {self.rule!r}, which counts microbatches only")
+        flag("limit: auto", self.auto)
+        if self.auto and self.rule != DEFAULT_RULE:
+            raise ConfigError(f"limit: auto must be False with rule {self.rule!r}, must have rule {DEFAULT_RULE!r}")
+
+    def at(self, microbatches: int | None) -> Limit:
+        """This limit with K, at most its own, where there is one; itself without.
+
+        Args:
+            microbatches: K, or None.
+        """
+        if microbatches is None:
+            return self
+        most = microbatches if self.microbatches is None else min(microbatches, self.microbatches)
+        return replace(self, microbatches=most, auto=False)
 
     def slots(self, chunks: int) -> int | None:
         """K * C, the chunk tasks that a stage may hold; None: unlimited.
@@ -95,6 +116,8 @@ class Limit:
             return cls(stages)
         if spec == "2n":
             return cls(2 * stages)
+        if spec == AUTO:
+            return cls(auto=True)
         if (size := bytes_of(spec)) is not None:
             return cls(bytes=size)
         try:

@@ -91,6 +91,10 @@ class ByteLimit:
         """The forward of ``owner``, which has not started, is known better; see `rrfp.core.events.Previewed`."""
         self._previews[owner] = Preview(self._size(owner), input_bytes, signature)
 
+    def run_ahead(self, owner: Owner, signature: Hashable) -> None:
+        """The forward of ``owner`` starts before its inputs are here: no other has its ``signature``."""
+        self._previews.setdefault(owner, Preview(self._size(owner), None, signature))
+
     def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
         """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.memory.rules`."""
         chunks = range(len(self._holders))

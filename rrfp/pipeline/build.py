@@ -353,6 +353,7 @@ class RankBuilder:
                 None if rank.reducer is None else rank.reducer.reduce,
                 rank.ties,
                 handshake.agreement,
+                self._method.followed_limits(graph),
                 options.event_log,
             ),
         )

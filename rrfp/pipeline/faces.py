@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 from torch.optim import Optimizer
 
 from rrfp import timeouts
 from rrfp.compute.tracebacks import from_here
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
+from rrfp.laboratory import METHODS, load
 from rrfp.model.tasks import Mode
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopChoice
@@ -29,6 +31,9 @@ from rrfp.pipeline.session import Call, Scaler, Session
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, StepArguments, Targets
 from rrfp.runtime.steps.result import StepResult
+
+if TYPE_CHECKING:
+    from rrfp.lab.advice.report import Advice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,6 +165,12 @@ class BlockingPipeline:
         """As `rrfp.Pipeline.save_trace`."""
         self._run(self._session.save_trace(path, steps, replica))
 
+    def advise(self) -> Advice | None:
+        """As `rrfp.Pipeline.advise`."""
+        with Advised(self._session) as advised:
+            self._run(self._session.save_trace(advised.path, None, "all"))
+            return advised.advice()
+
     def check(self) -> None:
         """Raise `PipelineAborted` if a rank has failed: for waits between steps. May be called on any thread."""
         self._session.check()
@@ -175,6 +186,28 @@ class BlockingPipeline:
     def statistics(self) -> tuple[RankStatistics, ...]:
         """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""
         return self._session.statistics()
+
+
+class Advised:
+    """The trace of a pipeline in a folder of its own, and the advice on it where rank 0 is."""
+
+    def __init__(self, session: Session) -> None:
+        self._ranks = session.ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="rrfp-advise-")
+        self.path = os.path.join(self._folder.name, "trace.json")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def advice(self) -> Advice | None:
+        """Replay the steps, for seconds."""
+        if all(topology.rank for topology in self._ranks.topologies):
+            return None
+        advice: Advice = load(METHODS["Pipeline.advise"])(self.path, self._ranks.options.hint)
+        return advice
 
 
 def _wait(leaving: Future[None], timeout_s: float) -> None:
@@ -508,6 +541,28 @@ class PipelineHandle:
             RrfpError: as `step`.
         """
         await self._run(self._session.save_trace(path, steps, replica))
+
+    @_awaited
+    async def advise(self) -> Advice | None:
+        """What slows the newest training steps down, and what a setting would change: `rrfp advise` without a file.
+
+        Call it between steps, on every rank, after at least seven steps: the first two of those that are kept are left
+        out. Rank 0 replays the others on the simulator's engine, which takes seconds; the pipeline serves its peers
+        meanwhile. The page "My step is slow" explains the figures.
+
+        Returns:
+            On rank 0 the advice: ``print`` shows it as the command does, ``to_json()`` has its figures, ``causes`` and
+            ``settings`` those of each line. None on other ranks.
+
+        Raises:
+            ConfigError: on every rank as `save_trace`; on rank 0 also if the steps predict nothing: too few, tasks that
+                shared cores, or stages in one process, whose tasks run one at a time on a CPU.
+            PipelineAborted: if any rank failed.
+            RrfpError: as `step`.
+        """
+        with Advised(self._session) as advised:
+            await self._run(self._session.save_trace(advised.path, None, "all"))
+            return await asyncio.to_thread(advised.advice)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a run needs to go on in another pipeline; parameters are not in it.

@@ -11,7 +11,8 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, default_hint
 from rrfp.log import get_logger
-from rrfp.memory.admission import LIMIT_PRESETS, Limit
+from rrfp.memory.admission import AUTO, LIMIT_PRESETS, Limit
+from rrfp.memory.round_trips import FollowedLimits, RoundTripRule
 from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.options import Options
@@ -70,12 +71,26 @@ class DispatchMethod:
             return Limit()
         distance = graph.distance_to_sink(topology.stage)
         limit = Limit.resolve(self._limit, topology.stage, topology.stages, distance=distance)
+        if limit.auto:
+            limit = limit.at(RoundTripRule(graph).base[topology.stage])
         if limit.bytes is not None and topology.members > 1 and self._coordination == "agreement":
             raise ConfigError(
                 f"limit: bytes is {limit.bytes}, must be None with coordination 'agreement': ranks of a group that "
                 "hold different amounts would never agree; the leader (coordination 'leader') counts the worst of them"
             )
         return limit
+
+    def followed_limits(self, graph: TaskGraph) -> FollowedLimits | None:
+        """The limits that ranks of a pipeline over ``graph`` agree on between steps; None where they never change."""
+        limit = self._auto()
+        return None if limit is None else FollowedLimits(graph, limit.microbatches)
+
+    def _auto(self) -> Limit | None:
+        """The limit, if it follows round trips."""
+        if self.strict is not None:
+            return None
+        limit = Limit.resolve(self._limit, 0, 1)
+        return limit if limit.auto else None
 
     def check(self, graph: TaskGraph, topologies: Sequence[Topology] = ()) -> None:
         """Raise a ConfigError where a schedule, or the limit, does not fit the graph and the ranks."""
@@ -91,6 +106,8 @@ class DispatchMethod:
                     "split=True"
                 )
             needs.check(schedule, graph)
+        if self._auto() is not None:
+            RoundTripRule(graph)  # refuses what it knows nothing of
         most_chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
         if self._limit == "1f1b" and most_chunks > 1:
             raise ConfigError(
@@ -127,6 +144,8 @@ class DispatchMethod:
         """The limit as ranks compare it: only presets, since ranks may hold different amounts of their own."""
         if self.strict is not None:
             return None
+        if self._auto() is not None:
+            return AUTO
         return str(self._limit) if self._limit in LIMIT_PRESETS else "the rank's own"
 
     @property

@@ -150,8 +150,9 @@ class Options:
         Limit | int | str | None,
         _resolved(partial(Limit.resolve, stage=0, stages=1, others=", or an rrfp.Limit")).common(),
     ] = None
-    """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"`` or ``"2n"`` (the default); bytes, such as
-    ``"8GB"`` (B, kB, MB, GB: powers of 1000); or both, as an `rrfp.Limit`."""
+    """Microbatches that a stage may hold: a number, ``"1f1b"``, ``"n"``, ``"2n"`` (the default), or ``"auto"``, which
+    follows slow links from step to step; bytes, such as ``"8GB"`` (B, kB, MB, GB: powers of 1000); or both, as an
+    `rrfp.Limit`."""
 
     order: Annotated[MicrobatchOrder, _one_of(MicrobatchOrder).common()] = "free"
     """In which order the microbatches of one kind of task run on one virtual stage: ``"free"``, as they are ready and

@@ -17,6 +17,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
 from rrfp.log import get_logger
+from rrfp.memory.round_trips import FollowedLimits
 from rrfp.model.graph import TaskGraph
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import StepId, Task
@@ -191,6 +192,8 @@ class RankSettings:
     ties: TiedGradients | None = None
     #: What ranks agreed on before they connected, compared once they are.
     agreement: StartDigests = field(default_factory=StartDigests)
+    #: The limits of ``limit="auto"``, of this rank alone; None: the core's does not change.
+    limits: FollowedLimits | None = None
     #: Where the events of the core go when it stalls or aborts; None: nowhere.
     event_log: str | os.PathLike[str] | None = None
 

@@ -16,7 +16,6 @@ from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
 from rrfp.arbiter.pauses import PauseTimer
-from rrfp.compute.mailbox import Mailbox
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
@@ -24,79 +23,13 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError, StageError
 from rrfp.model.tasks import Kind, Task
-from rrfp.model.visits import Visits
 from rrfp.runtime.context import Coordination, RankContext, RankSettings
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
 from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.transports.base import Channel, Message, MessageKind
-
-
-class Previews:
-    """Asks the program about each forward as soon as its inputs are here, and passes the answer to ``apply``.
-
-    A lane that runs ahead may take a forward whose inputs are about to be computed on this rank: its signature is then
-    one that no other has.
-    """
-
-    def __init__(
-        self, core: StageCore, program: StageProgram, mailbox: Mailbox, apply: Callable[[ev.Event], None]
-    ) -> None:
-        self._core = core
-        self._program = program
-        self._mailbox = mailbox
-        self._apply = apply
-        self._graph = core.graph
-        self._own = frozenset(core.graph.placement.virtual_stages(core.stage))
-        self._visits = Visits(1)
-        #: The forwards of this step that were previewed or enqueued.
-        self._done: set[Task] = set()
-
-    def open_step(self, visits: Visits) -> None:
-        """The core has opened a step: the caller's inputs are here, and perhaps messages that were early."""
-        self._done.clear()
-        self._visits = visits
-        for v in self._own:
-            for m in visits.visitors(v):
-                self._ask(Task(Kind.F, m, v))
-
-    def after(self, event: ev.Event) -> None:
-        """The core has taken in ``event``, by which a forward may have its inputs."""
-        if not isinstance(event, ev.Arrived | ev.Completed) or event.task.kind is not Kind.F:
-            return
-        step = self._core.step
-        if step is None or step.finished or (isinstance(event, ev.Arrived) and event.step != step.id):
-            return
-        for v in self._graph.successors[event.task.virtual_stage]:
-            forward = Task(Kind.F, event.task.microbatch, v)
-            if v in self._own and self._visits.exists(forward):
-                self._ask(forward)
-
-    def before_enqueue(self, task: Task) -> None:
-        """The lane is about to get ``task``."""
-        if task.kind is Kind.F and task not in self._done:
-            self._show(ev.Previewed(task, None, (task, self._core.step and self._core.step.id)))
-
-    def _ask(self, forward: Task) -> None:
-        if forward in self._done or not self._mailbox.has_inputs(forward):
-            return
-        inputs = self._mailbox.inputs(forward)
-        method = "signature"
-        try:
-            signature = self._program.signature(forward, inputs)
-            hash(signature)
-            method = "input_bytes"
-            num_bytes = self._program.input_bytes(forward, inputs)
-        except Exception as error:  # a caller's program may raise anything; here no task would be named
-            name = f"{type(self._program).__name__}.{method}"
-            raise StageError(f"{name} of {forward} raised {type(error).__name__}: {error}") from error
-        self._show(ev.Previewed(forward, num_bytes, signature))
-
-    def _show(self, event: ev.Previewed) -> None:
-        self._done.add(event.task)
-        self._apply(event)
-
 
 _SENT_AS = {kind: MessageKind(kind.value) for kind in GroupMessageKind}
 _RECEIVED_AS = {sent_as: kind for kind, sent_as in _SENT_AS.items()}
@@ -163,15 +96,19 @@ class CoreDriver:
         lane_depth = context.lane.depth
         self._depth = settings.depth or (max(2, lane_depth) if is_led else lane_depth)
         self._pauses: PauseTimer | None = None
-        self._previews: Previews | None = None
-        if core.limit.bytes is not None and not core.group.follows:  # a follower decides nothing
-            self._previews = Previews(core, program, context.mailbox, self._apply)
         #: Events that change no decision; a limit on bytes counts outputs that are on their way.
         self._harmless = _HARMLESS if core.limit.bytes is None else frozenset[type]()
         self._leader_protocol: LeaderProtocol | None = None
         self._agreement: AgreementArbiter | None = None
+        #: Follows round trips, with ``limit="auto"``.
+        self.follower: LimitFollower | None = None
+        echoes: Mapping[MessageKind, Handler] = {}
+        if settings.limits is not None:
+            self.follower = LimitFollower(context.topology, settings.limits, self.messenger.post, _loop_time)
+            echoes = {MessageKind.ECHO: self.follower.on_message}
         self._performers: Mapping[type, Callable[[Any], None]] = {
-            ev.Send: self.messenger.send_soon,
+            ev.Send: self.messenger.send_soon if self.follower is None else self._send_beside_echo,
+            ev.Preview: self._preview,
             ev.ReportBegun: self.messenger.send_soon,
             ev.Credit: self.messenger.credit,
             ev.Release: self._release,
@@ -185,6 +122,7 @@ class CoreDriver:
             MessageKind.CONSUMED: self.messenger.on_consumed,
             MessageKind.BEGUN: self.messenger.on_begun,
             MessageKind.TIE: self.gradients.on_message,
+            **echoes,
             **self._join_group(settings.coordination),
         }
 
@@ -234,11 +172,13 @@ class CoreDriver:
         with self.messenger.opening():
             if self._agreement is not None:
                 self._agreement.open_step(step)
-            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits)
+            limit = None
+            if self.follower is not None:
+                self.follower.open(step)
+                limit = self.follower.microbatches
+            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit)
             self.arbiter.kick()
             self._apply(ev.StepOpened(*opened))
-        if self._previews is not None:
-            self._previews.open_step(visits)
 
     # Events to the core, its instructions to I/O.
 
@@ -251,19 +191,37 @@ class CoreDriver:
         self._context.activity.touch()
         for instruction in self.core.apply(event):
             self._performers[type(instruction)](instruction)
-        if self._previews is not None:
-            self._previews.after(event)
 
     def _apply(self, event: ev.Event) -> None:
         """As `on_event`, where the arbiter decides anyway: without a kick."""
         for instruction in self.core.apply(event):
             self._performers[type(instruction)](instruction)
 
+    def _send_beside_echo(self, send: ev.Send) -> None:
+        assert self.follower is not None
+        self.follower.on_send(send)
+        self.messenger.send_soon(send)
+
     def _order(self, instruction: ev.ReportReady | ev.Order) -> None:
         step = self._context.activity.step
         if self._leader_protocol is None or step is None:
             raise ProtocolError(f"stage {self.core.stage} has no way to perform {instruction}")
         self._leader_protocol.perform(instruction, step)
+
+    def _preview(self, preview: ev.Preview) -> None:
+        """Ask the program how large a forward is, now that its inputs are here."""
+        forward, program = preview.task, self._program
+        inputs = self._context.mailbox.inputs(forward)
+        method = "signature"
+        try:
+            signature = program.signature(forward, inputs)
+            hash(signature)
+            method = "input_bytes"
+            num_bytes = program.input_bytes(forward, inputs)
+        except Exception as error:  # a caller's program may raise anything; here no task would be named
+            name = f"{type(program).__name__}.{method}"
+            raise StageError(f"{name} of {forward} raised {type(error).__name__}: {error}") from error
+        self._apply(ev.Previewed(forward, num_bytes, signature))
 
     def _release(self, release: ev.Release) -> None:
         self._context.mailbox.drop(release.task)
@@ -284,8 +242,6 @@ class CoreDriver:
     # Tasks on the lane.
 
     def _dispatch(self, task: Task) -> None:
-        if self._previews is not None:
-            self._previews.before_enqueue(task)
         self.executor.enqueue(task)  # early, because the lane's thread takes some time to wake up
         self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rrfp.compute.activations import tensors_in
 from rrfp.compute.async_tensors import inner_tensors
 from rrfp.compute.lanes.base import Execution
-from rrfp.compute.mailbox import bytes_after, run_task
+from rrfp.compute.mailbox import run_task
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.log import get_logger
@@ -180,8 +180,7 @@ class LaneExecutor:
         _here.running = (self, task)
         try:
             self._lane.adopt(self._mailbox.received(task))
-            run_task(self._program, self._mailbox, task)
-            return bytes_after(self._program, self._mailbox, task)
+            return run_task(self._program, self._mailbox, task)
         finally:
             _here.running = None
 
@@ -202,8 +201,8 @@ class LaneExecutor:
     def _complete(self, task: Task, execution: Execution[tuple[int, int]]) -> None:
         self._enqueued -= 1
         self.completed += 1
-        self.running_since = self._lane.now()
-        self._recorder.ran(task, execution.started, execution.ended, execution.launched)
-        self._device_waits.saw(task, execution)
+        self.running_since = execution.ended  # of the task behind it, if there is one
         held, output = execution.result
+        self._recorder.ran(task, execution.started, execution.ended, execution.launched, held)
+        self._device_waits.saw(task, execution)
         self._on_completed(ev.Completed(task, held, execution.ended - execution.started, output))

@@ -37,8 +37,8 @@ def unpack(kind: type[T], data: bytes, name: str) -> T:
 
 def to_plain(value: Any) -> Any:
     """``value`` as plain data that msgpack carries: a record as a dict of its fields, a mapping as a list of pairs."""
-    if is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if (names := _names(cast("Any", type(value)))) is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return [[to_plain(key), to_plain(item)] for key, item in value.items()]
     return [*map(to_plain, value)] if isinstance(value, tuple | list) else value
@@ -51,6 +51,12 @@ def from_plain(kind: type[T], plain: Any, name: str) -> T:
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"{name} cannot be read: {error!s:.300}") from None
     return read
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...] | None:
+    """The fields of a record; None for what is none."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 @cache

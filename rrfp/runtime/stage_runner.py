@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rrfp import timeouts
@@ -30,6 +31,7 @@ from rrfp.runtime.steps.plan import Plan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
+from rrfp.trace.spans import StageSlots
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -60,7 +62,7 @@ class StageRunner:
         self._abort = AbortController(topology, transport, self._stop, core.graph.text_of)
         self._driver = driver = CoreDriver(context, core, program, settings)
         self._all_gather = TreeAllGather(topology.rank, topology.world, driver.messenger.post)
-        self._reporter = StepReporter(context, core, self._all_gather)
+        self._reporter = StepReporter(context, core, self._all_gather, driver.follower)
         self.health = HealthMonitor(context, driver, self._all_gather, settings)
         self._saver = TraceSaver(context, self._all_gather, driver.executor, settings.trace_steps)
 
@@ -139,6 +141,8 @@ class StageRunner:
         context.mailbox.clear()
         core_wait = context.lane.core_wait()
         trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes, core_wait)
+        if self._driver.follower is not None:
+            trace = replace(trace, limits=(StageSlots(self.core.stage, self.core.view.slots or 0),))
         self._saver.keep(plan, trace)
         losses = await self._reporter.losses()
         return StepResult.awaiting(

@@ -5,6 +5,7 @@ overlap, compute wins over waiting and an earlier wait over a later one. What no
 (`other`), except after the stage's last task, where nothing was left to run.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -91,10 +92,10 @@ def breakdown(trace: StepTrace, stage: int) -> Breakdown:
     With one rank's trace that is the rank's own step; with a merged one it is the whole pipeline's, where a stage that
     ended before the others counts as drained from then on.
     """
-    tasks = [(span.start, span.end) for span in trace.tasks if span.stage == stage]
-    compute = sum(end - start for start, end in _union(tasks, trace.start, trace.end))
+    busy = _busy(trace, stage)
+    compute = sum([end - start for start, end in busy])
     blocked = dict.fromkeys(WaitCause, 0.0)
-    for wait in idle_waits(trace, stage):
+    for wait in _idle_waits(trace, stage, busy):
         blocked[wait.cause] += wait.end - wait.start
     step = trace.end - trace.start
     by_cause = {cause.value: seconds for cause, seconds in blocked.items()}
@@ -126,8 +127,16 @@ def mean(breakdowns: Iterable[Breakdown]) -> Breakdown:
 
 def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
     """The waits of ``stage``, cut to overlap nothing and no edge."""
+    return _idle_waits(trace, stage, _busy(trace, stage))
+
+
+def _busy(trace: StepTrace, stage: int) -> list[tuple[float, float]]:
+    """When ``stage`` computed."""
+    return _union([(span.start, span.end) for span in trace.tasks if span.stage == stage], trace.start, trace.end)
+
+
+def _idle_waits(trace: StepTrace, stage: int, busy: list[tuple[float, float]]) -> list[WaitSpan]:
     # Time after the stage's last task that no wait covers is returned as drained.
-    busy = _union([(span.start, span.end) for span in trace.tasks if span.stage == stage], trace.start, trace.end)
     gaps = _gaps(busy, trace.start, trace.end)
     cut: list[WaitSpan] = []
     free_from = trace.start
@@ -150,17 +159,19 @@ def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
 def _union(intervals: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
     """The disjoint intervals that cover the same instants, cut to bounds."""
     union: list[tuple[float, float]] = []
-    for start, end in sorted((max(start, low), min(end, high)) for start, end in intervals):
+    last = -math.inf  # the end of the last interval in there
+    for start, end in sorted(intervals):
+        start, end = start if start > low else low, end if end < high else high
         if end <= start:
             continue
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
+        if start <= last:
+            start, end = union.pop()[0], end if end > last else last
+        union.append((start, end))
+        last = end
     return union
 
 
 def _gaps(busy: Sequence[tuple[float, float]], low: float, high: float) -> deque[tuple[float, float]]:
     """The parts of ``low``..``high`` outside the disjoint intervals of ``busy``."""
-    edges = [low, *(edge for interval in busy for edge in interval), high]
-    return deque((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)
+    starts, ends = [low, *[end for _, end in busy]], [*[start for start, _ in busy], high]
+    return deque([gap for gap in zip(starts, ends, strict=True) if gap[1] > gap[0]])

@@ -69,7 +69,13 @@ def _limit(field: str, value: Any, *, error: Any) -> Any:
     if not isinstance(value, dict):
         return value if value is None or type(value) is int else text(field, value, error=error)
     count = partial(or_none, partial(whole, least=1))
-    readers = {"microbatches": count, "bytes": count, "rule": partial(_one_of, OFFERED_RULES)}
+    readers: dict[str, Reader] = {
+        "microbatches": count,
+        "bytes": count,
+        "rule": partial(_one_of, OFFERED_RULES),
+        "auto": flag,
+    }
+    value = {"auto": False, **value}
     return Limit(**fields_of(value, readers, error=lambda name, reason: error(f"{field}.{name}", reason)))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.tasks import Task
 from rrfp.plain import number, shown, value_error, whole
-from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
 
 _whole = partial(whole, error=value_error)
 _stage, _peak, _microbatch, _v = (partial(_whole, name) for name in ("stage", "peak", "microbatch", "virtual stage"))
@@ -28,7 +28,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "step": trace.step,
         "start": trace.start,
         "end": trace.end,
-        "tasks": [[span.stage, str(span.task), *_times(span)] for span in trace.tasks],
+        "tasks": [[span.stage, str(span.task), span.num_bytes, *_times(span)] for span in trace.tasks],
         "waits": [[span.stage, span.cause.value, span.start, span.end] for span in trace.waits],
         "messages": [
             [span.source, span.target, str(span.task), span.sent, span.arrived, span.num_bytes]
@@ -39,6 +39,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "skipped": [[*skip] for skip in trace.skipped],
         "sizes": None if trace.sizes is None else [*trace.sizes],
         "core_waits": [[wait.stage, wait.seconds] for wait in trace.core_waits],
+        "limits": [[entry.stage, entry.slots] for entry in trace.limits],
     }
 
 
@@ -48,9 +49,7 @@ def from_plain(data: Any) -> StepTrace:
         step=_whole("step", data["step"]),
         start=_time(data["start"]),
         end=_time(data["end"]),
-        tasks=tuple(
-            TaskSpan(_stage(stage), Task.parse(task), *_read_times(times)) for stage, task, *times in data["tasks"]
-        ),
+        tasks=tuple(_task_span(*plain) for plain in data["tasks"]),
         waits=tuple(
             WaitSpan(_stage(stage), _cause(cause), _time(start), _time(end))
             for stage, cause, start, end in data["waits"]
@@ -67,6 +66,7 @@ def from_plain(data: Any) -> StepTrace:
         skipped=tuple((_microbatch(microbatch), _v(v)) for microbatch, v in data["skipped"]),
         sizes=None if data["sizes"] is None else tuple(map(_size, data["sizes"])),
         core_waits=tuple(CoreWait(_stage(stage), _wait(seconds)) for stage, seconds in data["core_waits"]),
+        limits=tuple(StageSlots(_stage(stage), _peak(slots)) for stage, slots in data["limits"]),
     )
 
 
@@ -80,10 +80,12 @@ def _time_or_none(value: Any) -> float | None:
     return None if value is None else _time(value)
 
 
-def _read_times(times: list[Any]) -> tuple[float, ...]:
+def _task_span(stage: Any, task: Any, num_bytes: Any, *times: Any) -> TaskSpan:
     if len(times) not in (2, 3):
         raise ValueError(f"{len(times)} times of a task, must be 2 or 3")
-    return tuple(map(_time, times))
+    start, end, *launched = map(_time, times)
+    launch = launched[0] if launched else None
+    return TaskSpan(_stage(stage), Task.parse(task), start, end, launch, _whole("num_bytes", num_bytes))
 
 
 def _times(span: TaskSpan) -> tuple[float, ...]:

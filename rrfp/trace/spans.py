@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.record import record
@@ -22,6 +23,7 @@ class TaskSpan:
     """``task`` ran on ``stage`` from ``start`` to ``end``.
 
     ``launched``: where a device computes it, when its call on the host returned; that may be before ``start``.
+    ``num_bytes``: what its microbatch holds on its virtual stage after it.
     """
 
     stage: int
@@ -29,6 +31,7 @@ class TaskSpan:
     start: float
     end: float
     launched: float | None = None
+    num_bytes: int = 0
 
 
 @record
@@ -71,6 +74,14 @@ class StagePeaks:
 
 
 @record
+class StageSlots:
+    """The chunk tasks that ``stage`` might hold in a step."""
+
+    stage: int
+    slots: int
+
+
+@record
 class CoreWait:
     """In a step the compute thread of ``stage`` could run for ``seconds`` and no core was free."""
 
@@ -105,6 +116,8 @@ class StepTrace:
     sizes: tuple[float, ...] | None = None
     #: By stage. Empty where unknown, such as on devices.
     core_waits: tuple[CoreWait, ...] = ()
+    #: The limit of each stage, by stage, where it changes from step to step; else empty.
+    limits: tuple[StageSlots, ...] = ()
 
     @property
     def num_spans(self) -> int:
@@ -128,13 +141,16 @@ class SpanRing:
         """Everything recorded since the last cut, as the trace of ``step``."""
         spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
         dropped, self._recorded = self._recorded - len(spans), 0
+        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
+        for span in spans:
+            by_type[type(span)].append(span)
         return StepTrace(
             step=step,
             start=start,
             end=end,
-            tasks=tuple(span for span in spans if isinstance(span, TaskSpan)),
-            waits=tuple(span for span in spans if isinstance(span, WaitSpan)),
-            messages=tuple(span for span in spans if isinstance(span, MessageSpan)),
+            tasks=tuple(by_type[TaskSpan]),
+            waits=tuple(by_type[WaitSpan]),
+            messages=tuple(by_type[MessageSpan]),
             dropped=dropped,
             peaks=peaks,
         )
@@ -157,6 +173,7 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         skipped=parts[0].skipped,
         sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
         core_waits=tuple(sorted((wait for part in parts for wait in part.core_waits), key=lambda wait: wait.stage)),
+        limits=tuple(sorted({limit for part in parts for limit in part.limits}, key=lambda limit: limit.stage)),
     )
 
 
@@ -243,12 +260,12 @@ class Recorder:
         """Cause and beginning of the wait since the last task, if any."""
         return None if self._cause is None else (self._cause, self._cause_since)
 
-    def ran(self, task: Task, start: float, end: float, launched: float | None = None) -> None:
-        """``task`` has completed. ``launched``: see `TaskSpan`."""
+    def ran(self, task: Task, start: float, end: float, launched: float | None = None, num_bytes: int = 0) -> None:
+        """``task`` has completed. ``launched``, ``num_bytes``: see `TaskSpan`."""
         if self._cause is not None:
             self._end_wait(start)
             self._cause = None
-        self._ring.record(TaskSpan(self._stage, task, start, end, launched))
+        self._ring.record(TaskSpan(self._stage, task, start, end, launched, num_bytes))
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:

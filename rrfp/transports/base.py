@@ -73,6 +73,7 @@ class MessageKind(StrEnum):
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
     CONSUMED = "consumed"  # forward only: the credit for `task`'s output
     BEGUN = "begun"  # the forward `task`, whose output will come, has begun (body: seconds that it is expected to take)
+    ECHO = "echo"  # to a stage that reads this one's outputs, which sends it back (body: number, back)
     READY = "ready"  # tensor parallelism: `task` may run on this rank
     ORDER = "order"  # tensor parallelism: log entry `sequence` is `task`
     HELD = "held"  # tensor parallelism: bytes that `task` left on this rank

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from fork_server import fork_server, printed
 
 from benchmarks.gpu import wheels
+from benchmarks.gpu.all import run_one
 
 __all__ = ["fork_server"]
 
@@ -103,6 +106,46 @@ def test_make_gpu_all_goes_on_after_a_part_that_fails_and_writes_as_it_goes(tmp_
     assert numbered[0][1] != "exit code 0"
     assert numbered[1][1:] == ("exit code 0", "07-tests.txt")
     assert (folder / "07-tests.txt").read_text().splitlines()[-1] == "3 passed; exit status 0"
+
+
+def await_end(process: int) -> None:
+    """Wait until a process has ended, whoever reaps it."""
+    deadline, status = time.monotonic() + 10, Path(f"/proc/{process}/status")
+    while status.exists() and "\nState:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "a process was left"
+        time.sleep(0.01)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_gpu_all_that_is_stopped_leaves_what_it_found_and_no_process(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/all.py"), "--device", "double", "--results", str(tmp_path)]
+    results, deadline = tmp_path / "04-tests.txt", time.monotonic() + 150
+    with subprocess.Popen([*command, "--only", "4", "7"], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            while not (results.exists() and "\npassed " in results.read_text()):
+                assert time.monotonic() < deadline, "no test of the part ended"
+                time.sleep(0.05)
+            (part,) = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+            running.send_signal(number)
+            told, _ = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == 130
+    assert told.splitlines()[-1] == f"stopped; what was found is in {tmp_path}"
+    assert re.search(r"^   interrupted, \d+ s, 04-tests.txt$", (tmp_path / "summary.txt").read_text(), re.MULTILINE)
+    assert re.search(r"^passed ", results.read_text(), re.MULTILINE)
+    assert results.read_text().splitlines()[-1].endswith("; exit status 2")
+    await_end(int(part))
+
+
+def test_a_part_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path) -> None:
+    path = tmp_path / "child"
+    script = f"sleep 100 & echo $! > {path}; wait"
+    assert run_one(["bash", "-c", script], 2.0) == "stopped after 2 s"
+    await_end(int(path.read_text()))
+    assert run_one([sys.executable, "-c", "raise SystemExit(3)"], 20.0) == "exit code 3"
 
 
 @pytest.mark.slow

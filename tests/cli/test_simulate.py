@@ -241,6 +241,7 @@ def test_a_strict_schedule_needs_no_coordination(costs: Path) -> None:
 
 
 def test_the_text_shows_the_cost_of_coordination(costs: Path) -> None:
+    write_costs(costs, make_costs("mllm", 3, 8, latency="spike"))  # so that ranks disagree
     options = ("simulate", "--costs", costs, "--hint", "bf", "--tp", "4", "--coordination", "agreement")
     lines = rrfp(*options).stdout.splitlines()
     assert lines[0] == "bf: 3 stages, 8 microbatches"

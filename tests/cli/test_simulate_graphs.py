@@ -50,7 +50,10 @@ def test_skipping_and_visiting_differ() -> None:
         (("--images", "2"), "images is 2.0, must be a share of microbatches, more than 0 and at most 1"),
         (("--sizes", "planned"), "--sizes goes with --costs"),
         (("--tp", "2"), "--tp goes with --costs"),
-        (("--limit", "8 MB"), "limit is '8 MB', must be a number of microbatches or one of: 1f1b, n, 2n, or a size"),
+        (
+            ("--limit", "8 MB"),
+            "limit is '8 MB', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size",
+        ),
         (("--latency", "slow"), "latency is 'slow', must be one of"),
     ],
 )

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from cli.shell import rrfp
+from sim.tables import table
 
 from rrfp.costs import make_costs, write_costs
 from rrfp.lab.simulation import Simulation, simulate
 from rrfp.lab.traces.timeline import TimeWindow
+from rrfp.model.tasks import Kind
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.spans import StepTrace
 
@@ -217,3 +219,44 @@ def test_a_wrong_part_of_a_step_is_refused_and_nothing_is_written(
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert message in result.stderr
     assert not Path("t.png").exists()
+
+
+def test_the_story_of_a_task_has_its_moments_with_their_times(tmp_path: Path) -> None:
+    """Every task takes a second, every message half of one."""
+    ones, path = [[1.0, 1.0]] * 3, tmp_path / "trace.json"
+    step = simulate(table(ones, ones, latency=0.5), hint="bf", limit=2).result.trace(0)
+    write_chrome(path, [step], name="bf")
+    result = rrfp("trace", path, "--task", "B0@1")
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        0,
+        [
+            f"{path}: bf, step 0, B0@1:",
+            "   1500.000 ms  F0@1 began after 0 tasks",
+            "   5500.000 ms  B0@2 arrived after 2 tasks",
+            "   5500.000 ms  began after 2 tasks",
+            "   6500.000 ms  completed after 3 tasks",
+        ],
+    )
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_stories_of_all_tasks_are_told_in_order_of_time(split: bool, tmp_path: Path) -> None:
+    costs, path = make_costs("mllm", 3, 6, chunks=2, jitter="J2", latency="spike", split=split), tmp_path / "trace.json"
+    step = simulate(costs, hint="bfw" if split else "bf", limit=2).result.trace(0)
+    write_chrome(path, [step])
+    for span in step.tasks[::7]:
+        (answer,) = json.loads(rrfp("trace", path, "--task", str(span.task), "--json").stdout)
+        times = [moment["seconds"] for moment in answer["story"]]
+        began = next(each["seconds"] for each in answer["story"] if each["what"].startswith("began"))
+        assert times == sorted(times)
+        assert began == pytest.approx(span.start - step.start, abs=1e-6)
+
+
+def test_a_story_needs_a_task_that_ran_and_a_step_that_trained(path: Path, tmp_path: Path) -> None:
+    result = rrfp("trace", path, "--task", "F9@1", "--step", "2")
+    assert (result.exit_code, "task is F9@1, which did not run in step 2" in result.stderr) == (2, True)
+    (step,) = traces([0])
+    forwards = tuple(span for span in step.tasks if span.task.kind is Kind.F)
+    write_chrome(tmp_path / "evaluation.json", [replace(step, tasks=forwards, messages=())])
+    result = rrfp("trace", tmp_path / "evaluation.json", "--task", "F0@1")
+    assert (result.exit_code, "step 0 is an evaluation" in result.stderr) == (2, True)

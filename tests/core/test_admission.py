@@ -41,12 +41,12 @@ def test_a_limit_is_written_as_a_number_a_preset_or_a_size(spec: Limit | int | s
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("3n", "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
-        ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
-        ("", "limit is '', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
-        (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
-        (True, "limit is True, must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
-        ("8gb", "limit is '8gb', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as 8GB"),
+        ("3n", "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
+        ("--5", "limit is '--5', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
+        ("", "limit is '', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
+        (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
+        (True, "limit is True, must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
+        ("8gb", "limit is '8gb', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
         ("0GB", "limit: bytes is 0, must be at least 1"),
         (0, "limit: microbatches is 0, must be at least 1"),
         ("-1", "limit: microbatches is -1, must be at least 1"),

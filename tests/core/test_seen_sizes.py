@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from rrfp import View
 from rrfp.core import events as ev
 from rrfp.core.events import ChunkReduced
+from rrfp.core.group_step import GroupMembership
 from rrfp.hints.priorities import BackwardForward
 from rrfp.memory.admission import Limit
 from rrfp.memory.seen_sizes import REMEMBERED_STEPS, SeenSizes
 from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId
 
 ONE, SPLIT = TaskGraph.chain(1), TaskGraph.chain(1, split=True)
@@ -255,7 +257,61 @@ def test_where_sizes_are_known_the_limit_is_kept(case: Case) -> None:
         script.told(ChunkReduced(0))
 
 
+# What inputs show, and when.
+
+
+def previews(instructions: list[ev.Instruction]) -> str:
+    """The forwards that these ask about."""
+    return " ".join(str(each.task) for each in instructions if isinstance(each, ev.Preview))
+
+
+def test_a_forward_is_asked_about_as_soon_as_its_last_input_is_here() -> None:
+    # F of 2 reads 0, which runs elsewhere, and 1, which the caller feeds.
+    graph = TaskGraph(TablePlacement((0, 1, 1)), ((0, 2), (1, 2)))
+    script = Script(graph, 1, limit=Limit(bytes=100))
+    assert previews(script.begun) == "F0@1 F1@1"
+    assert previews(script.arrived("F0@0")) == ""
+    assert previews(script.enqueued("F0@1")) == ""
+    assert previews(script.completed("F0@1")) == "F0@2"
+    assert previews(script.ran("F1@1")) == ""
+    assert previews(script.arrived("F1@0")) == "F1@2"
+    assert previews(script.ran("F0@2", "B0@2", "B0@1", "F1@2", "B1@2", "B1@1")) == ""
+
+
+def test_inputs_that_came_before_the_step_are_asked_about_when_it_opens() -> None:
+    script = Script(TaskGraph.chain(2), 1, microbatches=0, limit=Limit(bytes=100))
+    script.arrived("F1@0", step=StepId(0, Mode.TRAIN, 2))
+    assert previews(script.opened(StepId(0, Mode.TRAIN, 2))) == "F1@1"
+
+
+def test_a_forward_whose_inputs_are_skipped_is_asked_about_at_once_and_a_skipped_one_never() -> None:
+    script = Script(TaskGraph.chain(3), 1, microbatches=3, limit=Limit(bytes=100), skipped=[{0}, {1}, ()])
+    assert previews(script.begun) == "F0@1"
+    assert previews(script.arrived("F2@0")) == "F2@1"
+
+
+def test_without_a_limit_on_bytes_and_on_a_follower_nothing_is_asked() -> None:
+    graph, limit = TaskGraph.chain(1, chunks=2), Limit(bytes=100)
+    for script in (Script(graph), Script(graph, limit=limit, group=GroupMembership(1, 2))):
+        script.told(*(ev.Ordered(script.step, 0, T("F0@0")) for _ in range(script.core.group.member)))
+        assert previews([*script.begun, *script.ran("F0@0")]) == ""
+
+
 # A lane that runs ahead.
+
+
+def test_a_forward_that_is_enqueued_before_its_input_is_computed_is_like_no_other() -> None:
+    script = Script(TaskGraph.chain(1, chunks=2), microbatches=4, limit=Limit(bytes=1000))
+    for task in ("F0@0", "F0@1", "F1@0", "F2@0"):
+        script.told(ev.Previewed(T(task), signature="usual"))
+    script.ran("F0@0", "F0@1", held=10)
+    script.enqueued("F1@0")
+    assert script.ready == "F1@1 F2@0 F3@0 B0@1", "F1@0 is as F0@0 was"
+    script.enqueued("F1@1")
+    assert script.ready == "B0@1 B1@1"
+    assert previews(script.completed("F1@0", held=10)) == ""
+    script.completed("F1@1", held=10)
+    assert script.ready == "F2@0 F3@0 B0@1 B1@1"
 
 
 def enqueued(script: Script, task: str, signature: str) -> None:

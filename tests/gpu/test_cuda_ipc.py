@@ -14,13 +14,15 @@ import pytest
 import torch
 from fork_server import context, fork_server
 from gpu.models import DEMO
+from gpu.stub.control import CudaStub
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from under_torchrun import reports
 
 from benchmarks.gpu.target import Target, open_target
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import SharesDeviceMemory, copies_of
-from rrfp.errors import PeerLostError
+from rrfp.errors import PeerLostError, TransportError
+from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import data, index_of, soon
 from rrfp.transports.base import Message, TransportContext
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
@@ -84,7 +86,7 @@ async def test_a_sender_killed_while_its_memory_is_read_is_one_loss(
     received: int, target: Target, tmp_path: Path, record_property: Any
 ) -> None:
     """What came is right, also after its death; and the device goes on."""
-    store = str(tmp_path / "store")
+    store, before = str(tmp_path / "store"), opened(target)
     here, there = context().Pipe()
     process = context().Process(target=_send_without_end, args=(target.name, store, there))
     await asyncio.to_thread(process.start)
@@ -109,12 +111,74 @@ async def test_a_sender_killed_while_its_memory_is_read_is_one_loss(
             assert tensor is not None
             assert bool((tensor == number % 251).all())
         assert torch.ones(4, device=target.where).sum().item() == 4
+        assert opened(target) == before + (target.name == "stub")
+        transport.abort()
+        async with asyncio.timeout(20):
+            while opened(target) > before:  # noqa: ASYNC110 - behind the last copy, on a thread
+                await asyncio.sleep(0.001)
     finally:
         transport.abort()
         process.kill()
         await asyncio.to_thread(process.join)
         here.close()
         there.close()
+
+
+def _receive_while_the_device_breaks(device: str, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+
+    async def main(target: Target) -> None:
+        transport = transport_over(target, 0, store)
+        try:
+            await transport.start()
+            link = transport._links[1]
+            messages = [await transport.receive()]
+            hold_reads(target, transport)
+            while not link._arrivals.pending:  # noqa: ASYNC110 - nothing is received before it has ended
+                await asyncio.sleep(0.001)
+            if isinstance(target.device, DoubleDevice):
+                target.device.fail(everywhere=True)
+            else:
+                CudaStub().break_device()
+            while True:
+                messages.append(await transport.receive())
+        except TransportError as error:
+            connection.send(str(error))
+        finally:
+            transport.abort()
+
+    with open_target(device) as target:
+        asyncio.run(main(target))
+
+
+async def test_a_device_that_breaks_while_a_slot_is_read_is_an_error_and_its_process_ends_in_order(
+    target: Target, tmp_path: Path
+) -> None:
+    if target.name == "cuda":
+        pytest.skip("a GPU breaks by a kernel of a task only: test_failures.py")
+    here, there = context().Pipe()
+    processes = [
+        context().Process(target=serve, args=(target.name, str(tmp_path / "store"), there))
+        for serve in (_receive_while_the_device_breaks, _send_without_end)
+    ]
+    try:
+        for process in processes:
+            await asyncio.to_thread(process.start)
+        assert await asyncio.to_thread(here.poll, 100), "no error was raised"
+        assert "while tensors of output" in await asyncio.to_thread(here.recv)
+        await asyncio.to_thread(processes[0].join, 60)
+        assert processes[0].exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            await asyncio.to_thread(process.join)
+        here.close()
+        there.close()
+
+
+def opened(target: Target) -> int:
+    """How many blocks of other processes' memory the stub has open; the other devices do not tell."""
+    return CudaStub().live("opened_blocks") if target.name == "stub" else 0
 
 
 async def until_lost(transport: CudaIpcTransport, messages: list[Message]) -> PeerLostError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -231,9 +232,16 @@ def lengths_of_any_kind() -> None:
 
 
 def several_models() -> None:
-    """Each has a pipeline of its own, in the order of calls; one that is gone is left, the others go on."""
+    """Each has a pipeline of its own, and one line in the log; one that is gone is left, the others go on."""
     setup = Setup()
-    with laid_out(setup), made() as run:
+    lines: list[str] = []
+    logger, handler = logging.getLogger("rrfp.integrations.megatron"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    with laid_out(setup), made() as run, ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        stack.callback(logger.removeHandler, handler)
         models, other = [Trainer(setup), Trainer(setup)], Trainer(setup)
         for step in range(2):
             wanted = other.step(get_forward_backward_func(), step)
@@ -241,6 +249,8 @@ def several_models() -> None:
                 same(model.step(run, step), wanted, f"step {step}")
         del models[0], model
         same(models[0].step(run, 2), other.step(get_forward_backward_func(), 2), "after one has gone")
+        started = "RRFP runs the pipeline of ranks [0, 1], 1 chunk(s) each; connecting took "
+        assert [line.startswith(started) for line in lines] == [True] * 2 * (dist.get_rank() == 0), lines
 
 
 def without_a_launcher() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -114,10 +115,11 @@ def test_a_lane_that_runs_ahead_measures_what_its_own_forwards_pass_on(layout: A
     assert LARGE * ROW < most[6] <= most[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "is_asked"), [({"depth": 2}, False), ({"limit": rrfp.Limit(bytes=1), "depth": 2}, True)]
-)
-def test_a_forward_is_previewed_where_a_limit_on_bytes_asks_for_it(options: dict[str, Any], is_asked: bool) -> None:
+@pytest.mark.parametrize(("limit", "is_asked"), [(None, False), (rrfp.Limit(bytes=1), True)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_forward_is_previewed_where_a_limit_on_bytes_asks_for_it(
+    limit: rrfp.Limit | None, is_asked: bool, depth: int
+) -> None:
     seen: dict[str, Previewed] = {}
 
     class Observer(ForwardPriority):
@@ -126,17 +128,19 @@ def test_a_forward_is_previewed_where_a_limit_on_bytes_asks_for_it(options: dict
                 assert str(event.task) not in seen
                 seen[str(event.task)] = event
 
-    with pipeline(placed([stage(), stage()], 1), hint=Observer, **options) as pipe:
+    with pipeline(placed([stage(), stage()], 1), hint=Observer, limit=limit, depth=depth) as pipe:
         step(pipe, [SMALL, SMALL, LARGE])
     if not is_asked:
         assert not seen
         return
-    assert sorted(seen) == ["F0@0", "F0@1", "F1@0", "F1@1", "F2@0", "F2@1"]
+    every = {f"F{m}@{v}" for m in range(3) for v in range(2)}
+    # A lane that runs ahead may take a forward of the second chunk before its input is there.
+    assert set(seen) | {task for task in every if depth > 1 and task.endswith("@1")} == every
     assert seen["F0@0"].signature == seen["F1@0"].signature != seen["F2@0"].signature
     assert [seen[f"F{m}@0"].input_bytes for m in range(3)] == [n * WIDTH * 4 for n in (SMALL, SMALL, LARGE)]
-    assert len({seen[f"F{m}@1"].signature for m in range(3)}) in (2, 3), (
-        "or one of its own each, if its input was not there"
-    )
+    for one, other in combinations([m for m in range(3) if f"F{m}@1" in seen], 2):
+        is_alike = seen[f"F{one}@1"].signature == seen[f"F{other}@1"].signature
+        assert is_alike == (seen[f"F{one}@0"].signature == seen[f"F{other}@0"].signature)
 
 
 def test_a_microbatch_larger_than_the_limit_runs_alone() -> None:

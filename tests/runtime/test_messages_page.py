@@ -68,6 +68,7 @@ def sent() -> Mapping[MessageKind, list[Message]]:
         pipe.evaluate(batch.inputs, batch.targets)
     ThreadedRanks(programs(), steps(2), mesh=MESH, limit=rrfp.Limit(4, 1 << 30), transport=Recorded).join()
     ThreadedRanks(programs(), steps(2), mesh=MESH, coordination="agreement", depth=1, transport=Recorded).join()
+    ThreadedRanks(programs(), steps(2), mesh=MESH, limit="auto", transport=Recorded).join()
     checked = programs(checks={2: fails_late})
     ThreadedRanks(checked, steps(1), mesh=MESH, stall_after=STALL_S, transport=Recorded).join()
     RELEASE.clear()

@@ -111,11 +111,11 @@ class Counters(InprocTransport):
 def test_a_stage_has_the_limits_of_its_group_and_the_bytes_that_all_its_ranks_moved_in_the_step() -> None:
     mesh, parts = Mesh((("pp", 1), ("tp", 2))), Breakdown(1.0, 1.0)
     transports = [Counters(CONTEXT), Counters(CONTEXT)]
-    meters = [ResourceMeter(Limit(2, 1 << 20), 2, transport) for transport in transports]
+    meters = [ResourceMeter(1 << 20, transport) for transport in transports]
     for sent in (3, 5):
         for transport in transports:
             transport.sent, transport.received = transport.sent + sent, transport.received + 2 * sent
-        reports = [StageReport(0, 1.0, parts, Peaks(), meter.read()) for meter in meters]
+        reports = [StageReport(0, 1.0, parts, Peaks(), meter.read(4)) for meter in meters]
         assert StepFigures.of(reports, Topology.at(0, mesh)).resources == (Resources(4, 1 << 20, 2 * sent, 4 * sent),)
 
 
@@ -129,7 +129,8 @@ def test_a_stage_has_the_limits_of_its_group_and_the_bytes_that_all_its_ranks_mo
     ],
 )
 def test_a_limit_of_any_kind_and_size_travels(limit: Limit, read: Resources) -> None:
-    assert Resources.unpacked(ResourceMeter(limit, 2, InprocTransport(CONTEXT)).read()) == read
+    meter = ResourceMeter(limit.bytes, InprocTransport(CONTEXT))
+    assert Resources.unpacked(meter.read(limit.slots(2))) == read
 
 
 def test_a_report_with_unreadable_resources_is_refused_and_its_rank_named() -> None:

@@ -76,8 +76,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"strict": "bf"}, "strict is 'bf', must be one of: gpipe, 1f1b"),
     ({"strict": "1f1b", "limit": 2}, "neither hint nor limit"),
     ({"limit": 0}, "limit: microbatches is 0, must be at least 1"),
-    ({"limit": "3n"}, "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such as"),
-    ({"limit": "1.5GB"}, "1f1b, n, 2n, or a size such as 8GB, or an rrfp.Limit"),
+    (
+        {"limit": "3n"},
+        "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as",
+    ),
+    ({"limit": "1.5GB"}, "1f1b, n, 2n, auto, or a size such as 8GB, or an rrfp.Limit"),
     ({"strict": "1F1B"}, "strict is '1F1B' (did you mean '1f1b'?), must be one of: gpipe, 1f1b"),
     ({"transport": "shmm"}, "transport is 'shmm' (did you mean 'shm'?), must be a factory or one of: auto"),
     ({"transport": "smh"}, "transport is 'smh' (did you mean 'shm'?), must be a factory or one of: auto"),

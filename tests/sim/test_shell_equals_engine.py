@@ -144,7 +144,7 @@ def cases(draw: st.DrawFn) -> Case:
     natural = sorted(natural_order(graph_of(costs)))
     in_order = draw(st.just([]) | st.lists(st.sampled_from(forced), max_size=4) | st.just(natural))
     name = f"strict {method}" if strict else method
-    takes_offers = not counts_bytes and draw(st.booleans())
+    takes_offers = draw(st.booleans())
     return Case(costs, named(method, strict), tuple(limits), name, sizes, in_order, takes_offers)
 
 

@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
     sizes = draw(st.none() | st.tuples(*[st.sampled_from([1.0, 2.0, 7.5])] * costs.microbatches))
     forced = [(kind, v) for v in range(costs.num_virtual_stages) for kind in (Kind.F, Kind.B)]
     in_order = draw(st.just([]) | st.lists(st.sampled_from(forced), max_size=4))
-    takes_offers = not counts_bytes and draw(st.booleans())
+    takes_offers = draw(st.booleans())
     return Case(costs, named(hint), (limit,) * costs.stages, hint, sizes, in_order, takes_offers)
 
 

@@ -1,4 +1,4 @@
-"""The real shell with groups, in virtual time: what the simulator tells of leaders, to the last bit; and agreement.
+"""The real shell with groups, in virtual time: what the simulator tells of the same arguments, to the last bit.
 
 Results are compared with ``==``: spans are frozen dataclasses of floats, so nothing here is approximate.
 """
@@ -20,6 +20,7 @@ from sim.tp_cases import any_makers, latencies, latencies_of, limits_of, settled
 
 from rrfp import Hint
 from rrfp.core.ready_set import ForcedOrder
+from rrfp.core.usage import Peaks
 from rrfp.costs import CostTable, make_costs, with_jitter
 from rrfp.engine.engine import graph_of
 from rrfp.errors import ConfigError, ProtocolError
@@ -37,15 +38,25 @@ def bf() -> Hint:
     return create_hint("bf")
 
 
-def same(shell: GroupRun, simulated: TensorParallelResult, replica: int = 0) -> None:
-    """Every order, start, end, message and peak."""
+def same(shell: GroupRun, simulated: TensorParallelResult, replica: int = 0, *, has_ties: bool = False) -> None:
+    """Every order, start, end, message and peak.
+
+    ``has_ties``: an input may come at the very instant at which a task is enqueued without a decision, because its
+    round has ended. It is counted as received before or after that: neither order is wrong.
+    """
     stages = range(len(simulated.spans))
     assert tuple(shell.spans(stage, replica=replica) for stage in stages) == simulated.spans
     assert tuple(shell.orders(stage, replica=replica) for stage in stages) == simulated.orders
     by_edge = sorted(simulated.messages, key=lambda message: (message.source, message.target, message.task))
     assert shell.messages(replica=replica) == tuple(by_edge)
     if shell.mesh.replicas == 1:
-        assert shell.peaks == tuple(peaks for of_stage in simulated.rank_peaks for peaks in of_stage)
+        expected = tuple(peaks for of_stage in simulated.rank_peaks for peaks in of_stage)
+        assert shell.peaks == expected or (has_ties and alike(shell.peaks) == alike(expected))
+
+
+def alike(peaks: tuple[Peaks, ...]) -> list[Peaks]:
+    """Without the inputs that were received and not used."""
+    return [replace(each, received=0) for each in peaks]
 
 
 @st.composite
@@ -97,13 +108,13 @@ def test_a_leader_ahead_of_its_slow_words_does_what_the_simulator_says(
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("leader", [Leader(), Leader(depth=2)])
-def test_they_agree_on_a_realistic_step(tp: int, leader: Leader) -> None:
+@pytest.mark.parametrize("coordination", [Leader(), Leader(depth=2), Agreement()])
+def test_they_agree_on_a_realistic_step(tp: int, coordination: Leader | Agreement) -> None:
     costs = with_jitter(make_costs("mllm", 4, 12, seed=3, latency="spike"), "J2", seed=5)
     ranks, limits = rank_latencies(costs, "spike", tp, seed=1), [Limit(8)] * 4
     same(
-        run_shell_groups([Replica(costs, ranks)], bf, limits, leader),
-        run_tensor_parallel(costs, ranks, bf, limits, leader),
+        run_shell_groups([Replica(costs, ranks)], bf, limits, coordination),
+        run_tensor_parallel(costs, ranks, bf, limits, coordination),
     )
 
 
@@ -125,13 +136,16 @@ def test_training_and_forward_only_steps_follow_each_other() -> None:
 
 
 @examples(100)
-@given(data=st.data(), costs=tables(), make=settled_makers(), gather=st.sampled_from([0.0, 1e-3, 0.5]))
-def test_agreement_ends_in_one_order_on_all_ranks(
+@given(data=st.data(), costs=tables(), make=settled_makers(), gather=st.sampled_from([0.0, 1e-3, 0.5, 10.0]))
+def test_agreement_does_what_the_simulator_says(
     data: st.DataObject, costs: CostTable, make: Callable[[], Hint], gather: float
 ) -> None:
     limits, ranks, in_order = data.draw(limits_of(costs)), data.draw(latencies_of(costs)), data.draw(forced(costs))
+    delays, agreement = data.draw(delays_of(costs, ranks.ranks)), Agreement(gather)
     event(f"{ranks.ranks} ranks")
-    run = run_shell_groups([Replica(costs, ranks)], make, limits, Agreement(gather), in_order=in_order)
+    run = run_shell_groups([Replica(costs, ranks, delays)], make, limits, agreement, in_order=in_order)
+    simulated = run_tensor_parallel(costs, ranks, make, limits, agreement, delays=delays, in_order=in_order)
+    same(run, simulated, has_ties=True)
     graph = graph_of(costs)
     for stage in range(costs.stages):
         (order,) = set(run.orders(stage))

@@ -121,11 +121,11 @@ def test_a_deadlock_ends_the_sweep_and_names_the_run(jobs: int) -> None:
 
 
 def test_groups_of_ranks_have_columns_of_their_own() -> None:
-    groups, alone = replace(WORKLOAD, tp=2), WORKLOAD
+    groups, alone = replace(WORKLOAD, tp=2, latency="spike"), WORKLOAD
     methods = (SimulatedMethod(hint="bf", coordination="agreement"), SimulatedMethod(strict="1f1b"))
     rows = sweep([Experiment(groups, method) for method in methods] + [Experiment(alone, METHODS[0])], jobs=1).rows
     run = simulate_tensor_parallel(
-        WORKLOAD.costs(), 2, hint="bf", coordination="agreement", latency="wire", seed=4, sizes=WORKLOAD.sizes()
+        groups.costs(), 2, hint="bf", coordination="agreement", latency="spike", seed=4, sizes=groups.sizes()
     )
     first = rows[0]
     assert (first.makespan, first.ratio) == (run.simulation.makespan, run.simulation.ratio)

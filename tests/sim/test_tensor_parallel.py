@@ -73,36 +73,45 @@ def test_a_leader_two_ahead_hides_an_order_behind_compute() -> None:
     assert (result.makespan, result.coordination) == (7, (0.5, 0.5))
 
 
-def test_agreement_pays_a_round_for_each_arrival_of_one_rank() -> None:
-    # A round takes 0.25. F0@0 agreed 0.25; on rank 0 of stage 1 at 1.75: round in vain until 2; on rank 1 at 2.25:
-    # round until 2.5, F0@1 ends 3.5; round until 3.75, B0@1 ends 4.75; on rank 1 of stage 0 at 5.25: in vain; on rank 0
-    # at 5.75: B0@0 starts 6.
-    result = groups(Agreement(gather_seconds=0.25))
-    assert timeline(result) == ["F0@0:0.25 B0@0:6", "F0@1:2.5 B0@1:3.75"]
-    assert (result.makespan, result.coordination) == (7, (0.5, 0.5))
-    assert result.counts == (GroupCounts(3, 1, 0, 6), GroupCounts(3, 1, 0, 6))
-    assert (result.rounds_per_task, result.failed_rounds_per_task, result.messages_per_task) == (1.5, 0.5, 3)
+def test_a_round_of_agreement_waits_for_the_last_proposal() -> None:
+    # A message takes 0.25. Rank 1 proposes F0@0 at 0, rank 0 announces it at 0.25: 0.5-1.5. On stage 1 rank 0 proposes
+    # F0@1 at 2, rank 1 at 2.5, heard at 2.75: 3-4; both propose B0@1 at 4: 4.5-5.5. B0@0 is ready on rank 1 of stage 0
+    # at 6, heard at 6.25, and on rank 0 at 6.5, which has only to announce it: starts 6.75.
+    result = groups(Agreement(gather_seconds=0.5))
+    assert timeline(result) == ["F0@0:0.5 B0@0:6.75", "F0@1:3 B0@1:4.5"]
+    # Ready on all ranks: F0@0 at 0, B0@0 at 6.5; F0@1 at 2.5, B0@1 at 4.
+    assert (result.makespan, result.coordination) == (7.75, (0.75, 1))
+    # A round is a proposal and an outcome.
+    assert result.counts == (GroupCounts(2, 0, 4), GroupCounts(2, 0, 4))
+    assert (result.rounds_per_task, result.failed_rounds_per_task, result.messages_per_task) == (1, 0, 2)
 
 
-def test_news_during_a_round_in_vain_is_answered_by_the_next_one_right_after_it() -> None:
-    # Rank 0 has F0@0 at 1.75, rank 1 at 1.875: rounds 1.75-2 in vain and 2-2.25.
-    result = groups(Agreement(gather_seconds=0.25), latencies([[[0.5, 0.625]]], [[[0.0, 0.0]]]))
-    assert timeline(result)[1] == "F0@1:2.25 B0@1:3.5"
-    assert result.coordination[1] == 2.25 - 1.875 + 0.25
+#: Two microbatches: stage 0 forwards at 0-1 and 1-2 where messages take no time.
+TWO = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
 
 
 def test_ranks_that_see_different_heads_leave_a_ready_task_lying() -> None:
-    # Stage 0 forwards at 0-1 and 1-2. On stage 1 rank 0 has F1 at 2 and F0 at 4, rank 1 has F0 at 1 and F1 at 3. In
-    # vain: F0 of rank 1 alone at 1, F1 against F0 at 2 and again at 3, when F1 is ready on both. Both pick F0 at 4.
-    costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
+    # On stage 1 rank 0 has F1 at 2 and F0 at 4, rank 1 has F0 at 1 and F1 at 3. At 2 they propose F1 and F0. At 3 F1 is
+    # ready on both, and no pick has changed. Both pick F0 at 4.
     ranks = latencies([[[3.0, 0.0], [0.0, 1.0]]], [[[0.0, 0.0]] * 2])
-    agreed = run_tensor_parallel(costs, ranks, bf, [Limit()] * 2, Agreement(gather_seconds=0))
-    led = run_tensor_parallel(costs, ranks, bf, [Limit()] * 2, Leader(control_seconds=0))
+    agreed = run_tensor_parallel(TWO, ranks, bf, [Limit()] * 2, Agreement(gather_seconds=0))
+    led = run_tensor_parallel(TWO, ranks, bf, [Limit()] * 2, Leader(control_seconds=0))
     assert timeline(agreed)[1] == "F0@1:4 B0@1:5 F1@1:6 B1@1:7"
-    assert agreed.counts[1].failed_rounds == agreed.counts[1].disputed_rounds + 1 == 3
+    # Rank 0 asks for the proposal of rank 1 once more.
+    assert agreed.counts[1] == GroupCounts(5, 1, 11)
     assert agreed.coordination[1] == 1
     assert timeline(led)[1] == "F1@1:3 B1@1:4 F0@1:5 B0@1:6"
     assert (led.coordination, led.makespan) == ((0, 0), 8)
+
+
+def test_a_pick_that_changes_after_a_failed_round_calls_the_next_one() -> None:
+    # A message takes 0.125, so stage 0 starts at 0.25 and 1.5. Rank 1 has F0@1 at 1.25 and proposes it. Rank 0 proposes
+    # F1@1 at 2.5, and the round has failed. At 2.5625 F0@1 comes there: rank 0 proposes it and asks rank 1, which hears
+    # that at 2.6875, and proposes it again; rank 0 announces it at 2.8125.
+    ranks = latencies([[[1.3125, 0.0], [0.0, 9.0]]], [[[0.0, 0.0]] * 2])
+    result = run_tensor_parallel(TWO, ranks, bf, [Limit()] * 2, Agreement(gather_seconds=0.25))
+    assert timeline(result)[1].split()[0] == "F0@1:2.9375"
+    assert result.counts[1].failed_rounds == 1
 
 
 #: Stage 0 forwards at 0-1 and 1-2. Rank 0 of stage 1 gets F0 at 1.5 and F1 at 2.5, rank 1 gets F1 at 2.25 and F0 at 3.
@@ -110,29 +119,26 @@ OTHER_WAY_ROUND = latencies([[[0.5, 2.0], [0.5, 0.25]]], [[[0.0, 0.0]] * 2])
 
 
 def test_agreement_never_ends_with_a_hint_that_goes_by_arrivals() -> None:
-    costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
     with pytest.raises(DeadlockError) as caught:
-        run_tensor_parallel(costs, OTHER_WAY_ROUND, FirstCome, [Limit()] * 2, Agreement())
+        run_tensor_parallel(TWO, OTHER_WAY_ROUND, FirstCome, [Limit()] * 2, Agreement())
     assert str(caught.value).splitlines() == [
         "deadlock: every group is idle and nothing is in flight",
         "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",
-        "  stage 1: all messages are here and the ranks of the group will never agree: hint FirstCome picks F0@1 on "
-        "rank 0; F1@1 on rank 1; a hint that is not a pure function of the ready set needs the leader "
-        "(coordination='leader')",
+        "  stage 1, tp 0 (rank 2) waits for: F0@1 (proposed to its group, which does not agree)",
+        "  stage 1, tp 1 (rank 3) waits for: F1@1 (proposed to its group, which does not agree)",
+        "hint FirstCome picks by more than the ready set, and needs coordination='leader'",
     ]
 
 
 def test_the_leader_ends_with_the_same_hint() -> None:
-    costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
-    result = run_tensor_parallel(costs, OTHER_WAY_ROUND, FirstCome, [Limit()] * 2, Leader(control_seconds=0))
+    result = run_tensor_parallel(TWO, OTHER_WAY_ROUND, FirstCome, [Limit()] * 2, Leader(control_seconds=0))
     # F1 is on both ranks at 2.5, F0 at 3; a B of the last stage is older than any arrival.
     assert timeline(result)[1] == "F1@1:2.5 B1@1:3.5 F0@1:4.5 B0@1:5.5"
 
 
 def test_independent_ranks_that_run_different_tasks_are_refused() -> None:
-    costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
     with pytest.raises(ProtocolError) as caught:
-        run_tensor_parallel(costs, OTHER_WAY_ROUND, bf, [Limit()] * 2, Independent())
+        run_tensor_parallel(TWO, OTHER_WAY_ROUND, bf, [Limit()] * 2, Independent())
     assert str(caught.value) == (
         "collective mismatch on stage 1: rank 1 runs F1@1 as number 0 of the step, where another rank runs F0@1"
     )
@@ -194,9 +200,8 @@ def test_messages_count_as_arrived_on_their_last_rank() -> None:
 
 def test_ranks_hold_the_same_and_receive_on_their_own() -> None:
     # Rank 1 has both forwards before stage 1 can start any.
-    costs = table([[1, 1], [1, 1]], [[1, 1], [1, 1]])
     ranks = latencies([[[9.0, 0.0], [9.0, 0.0]]], [[[0.0, 0.0]] * 2])
-    result = run_tensor_parallel(costs, ranks, bf, [Limit()] * 2, Leader(control_seconds=0))
+    result = run_tensor_parallel(TWO, ranks, bf, [Limit()] * 2, Leader(control_seconds=0))
     assert [peaks.held for peaks in result.rank_peaks[0]] == [2, 2]
     assert [peaks.received for peaks in result.rank_peaks[1]] == [1, 2]
 

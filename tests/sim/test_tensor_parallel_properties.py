@@ -161,8 +161,8 @@ def test_agreement_ends_with_any_hint_that_ranks_share_in_the_end(
     if ranks.ranks > 1:
         succeeded = sum(counts.rounds - counts.failed_rounds for counts in result.counts)
         assert succeeded == result.num_tasks
-        # Every round takes its time out of the group's lanes.
-        assert sum(result.coordination) >= gather * result.num_tasks * (1 - 1e-9)
+        # Proposals may travel before the last rank has its own; the outcome travels after that, while lanes are idle.
+        assert sum(result.coordination) >= gather / 2 * result.num_tasks * (1 - 1e-9)
 
 
 def test_a_slow_round_costs_its_time_between_any_two_tasks() -> None:
@@ -182,7 +182,7 @@ def test_the_leader_is_no_slower_than_agreement_that_fails_more_often_the_more_r
         ratios.append(np.mean([agreed.makespan / led.makespan for led, agreed in pairs]))
         failed.append(np.mean([agreed.failed_rounds_per_task for _, agreed in pairs]))
     assert min(ratios) >= 1
-    assert 0.2 < failed[0] < failed[1] < failed[2]
+    assert 0.05 < failed[0] < failed[1] < failed[2]
 
 
 def led_and_agreed(tp: int, seed: int) -> tuple[TensorParallelResult, TensorParallelResult]:

@@ -186,7 +186,7 @@ def local_shard(tensor: Tensor | None) -> Tensor | None:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a nesting."""
-    return list(filter(torch.is_tensor, tree_leaves(value)))
+    return [value] if isinstance(value, Tensor) else list(filter(torch.is_tensor, tree_leaves(value)))
 
 
 def use_here(value: Any) -> None:

@@ -91,12 +91,11 @@ class StageTasks(StageProgram):
     def open(self, step: StepId, batch: Batch) -> None:
         """See `rrfp.StageProgram.open`."""
         # With backward_requires_autograd=False a training step may run under no_grad, all of it.
-        self._has_grad_mode = torch.is_grad_enabled()
-        self._modes = CallerModes.capture(step.mode if self._has_grad_mode else Mode.FORWARD)
+        self._modes = CallerModes.capture(step.mode if torch.is_grad_enabled() else Mode.FORWARD)
         self.step_losses.clear()
         self.step_outputs.clear()
-        #: Who made what of these, its tensor, and torch's count of the writes then.
-        self._kept: list[tuple[str, Tensor, int | None]] = []
+        #: The stage that made one of these, which, its tensor, and torch's count of the writes then.
+        self._kept: list[tuple[Stage, str, int, Tensor, int | None]] = []
         self._received: dict[tuple[int, int], tuple[Tensor | None, ...]] = {}
         #: By microbatch and stage: the work that B has left to W, and the addresses in which no gradient may lie.
         self._left: dict[tuple[int, int], tuple[Callable[[], None], frozenset[int]]] = {}
@@ -113,11 +112,11 @@ class StageTasks(StageProgram):
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
         """See `rrfp.StageProgram.backward`."""
-        return self._modes.backward(self._in_grad_mode, self._backward, task, grads)
+        return self._modes.backward(self._backward, task, grads)
 
     def weight(self, task: Task) -> None:
         """See `rrfp.StageProgram.weight`."""
-        self._modes.backward(self._in_grad_mode, self._weight, task)
+        self._modes.backward(self._weight, task)
 
     def finish(self, virtual_stage: int) -> None:
         """See `rrfp.StageProgram.finish`. Reduces in the same order on all replicas, however stages finish."""
@@ -125,7 +124,7 @@ class StageTasks(StageProgram):
         # of a stage that waits for its replica has run every task of deeper stages.
         self._formed.add(virtual_stage)
         while self._to_reduce and self._to_reduce[0] in self._formed:
-            self._modes.backward(self._in_grad_mode, self._reduce, self._stages[self._to_reduce.popleft()])
+            self._modes.backward(self._reduce, self._stages[self._to_reduce.popleft()])
 
     def name_of(self, virtual_stage: int) -> str:
         """See `rrfp.StageProgram.name_of`: the class of the module."""
@@ -133,20 +132,17 @@ class StageTasks(StageProgram):
 
     def losses(self) -> Mapping[int, float]:
         """See `rrfp.StageProgram.losses`. None where one is no ordinary scalar, as a DTensor or an evaluation's."""
-        for what, tensor, version in self._kept:
+        for stage, what, microbatch, tensor, version in self._kept:
             if _version(tensor) != version:
-                raise StageError(f"{what} after it had returned it: return a clone (x.clone())")
+                name = f"{type(stage.submod).__name__} on stage {stage.stage_index}"
+                raise StageError(
+                    f"{name}{what} of microbatch {microbatch} after it had returned it: return a clone (x.clone())"
+                )
         if not all(private.is_plain_scalar(loss) for loss in self.step_losses.values()):
             return {}
         return {m: float(loss.detach()) for m, loss in self.step_losses.items()}
 
     # On the lane's thread, in the caller's modes.
-
-    def _in_grad_mode(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if torch.is_grad_enabled() is self._has_grad_mode:
-            return function(*arguments)
-        with torch.set_grad_enabled(self._has_grad_mode):
-            return function(*arguments)
 
     def _forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         _, m, v = task
@@ -163,32 +159,26 @@ class StageTasks(StageProgram):
                 private.drop_inputs(stage, m)
                 if stage.has_backward:
                     self._received[m, v] = received
-            if stage.is_last:
+            if is_last := stage.is_last:
                 self._keep(stage, m, output, data)
-        outputs = () if stage.is_last else private.outputs_of(output)
-        try:
-            payload = Payload.pack(tuple(map(private.local_shard, outputs))).sent()
-        except StageError as error:
-            raise StageError(f"{type(stage.submod).__name__} on stage {v}: {error}") from None
+        payload = Payload() if is_last else _sent_output(stage, output)
         if not stage.has_backward:  # torch would keep inputs and outputs of all microbatches
             stage.clear_runtime_states()
         return payload
 
     def _keep(self, stage: Stage, microbatch: int, output: Any, data: StepData) -> None:
-        name = f"{type(stage.submod).__name__} on stage {stage.stage_index}"
         if data.loss is not None:
             target = None if data.targets is None else data.targets[microbatch]
             self.step_losses[microbatch] = data.loss(output, target)
-            self._watch(
-                f"{name}, or loss_fn, wrote into the loss of microbatch {microbatch}", self.step_losses[microbatch]
-            )
+            self._watch(stage, ", or loss_fn, wrote into the loss", microbatch, self.step_losses[microbatch])
         if data.keeps_outputs:
             self.step_outputs[microbatch] = output
-            self._watch(f"{name} wrote into the output of microbatch {microbatch}", output)
+            self._watch(stage, " wrote into the output", microbatch, output)
 
-    def _watch(self, what: str, value: Any) -> None:
+    def _watch(self, stage: Stage, what: str, microbatch: int, value: Any) -> None:
         """A later task must not write into the tensors of ``value``, which the caller will get."""
-        self._kept += [(what, tensor, _version(tensor)) for tensor in private.tensors_in(value)]
+        tensors = private.tensors_in(value)
+        self._kept += [(stage, what, microbatch, tensor, _version(tensor)) for tensor in tensors]
 
     def _backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
         _, m, v = task
@@ -251,6 +241,13 @@ class StageTasks(StageProgram):
         return self.data
 
 
+def _sent_output(stage: Stage, output: Any) -> Payload:
+    try:
+        return Payload.pack(tuple(map(private.local_shard, private.outputs_of(output)))).sent()
+    except StageError as error:
+        raise StageError(f"{type(stage.submod).__name__} on stage {stage.stage_index}: {error}") from None
+
+
 def _sent_gradient(gradient: Tensor | None, received: Tensor | None) -> Tensor | None:
     """The gradient of a received tensor as it is sent: zeros where the loss does not depend on it."""
     if gradient is None:
@@ -267,11 +264,11 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _check_unwritten(stage: Stage, received: Sequence[Tensor | None], versions: Sequence[int | None]) -> None:
+def _check_unwritten(stage: Stage, received: Sequence[Tensor | None], versions: list[int | None]) -> None:
     """Refuse a module that wrote into a received tensor: its memory may have other readers."""
-    for index, (before, after) in enumerate(zip(versions, _versions(received), strict=True)):
-        if before != after:
-            raise StageError(
-                f"{type(stage.submod).__name__} on stage {stage.stage_index} wrote into its input {index}, which comes "
-                "from another stage and is read-only; use an out-of-place operation, or clone it first (x = x.clone())"
-            )
+    if (now := _versions(received)) != versions:
+        index = next(index for index, version in enumerate(now) if version != versions[index])
+        raise StageError(
+            f"{type(stage.submod).__name__} on stage {stage.stage_index} wrote into its input {index}, which comes "
+            "from another stage and is read-only; use an out-of-place operation, or clone it first (x = x.clone())"
+        )

@@ -10,13 +10,13 @@ import numpy as np
 from rrfp.core.usage import WaitCause
 from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
-from rrfp.hints.registry import DEFAULT_HINT, check_order, create_hint, default_hint
+from rrfp.hints.registry import DEFAULT_HINT, HintSpec, check_order, create_hint, default_hint
 from rrfp.lab.advice import causes
-from rrfp.lab.advice.recorded import RecordedStep, Recording, read_recording
-from rrfp.lab.advice.replays import Interval, Method, Replayer, Replays, joined
+from rrfp.lab.advice.recorded import RecordedStep, Recording, check_cores, read_recording
+from rrfp.lab.advice.replays import Interval, Method, Replayer, Replays, hint_text, joined
 from rrfp.lab.advice.report import DOUBTFUL, WORTH, Advice, Cause, Setting
-from rrfp.lab.limit_texts import DEFAULT_LIMIT, counts_bytes
-from rrfp.lab.simulation import planned_sizes
+from rrfp.lab.limit_texts import DEFAULT_LIMIT
+from rrfp.lab.simulation import planned_sizes, resolve_limits
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, is_training
 from rrfp.memory.admission import Limit, bytes_of
@@ -39,7 +39,7 @@ LIMITS = (1, 2, 3, 4)
 class Wishes:
     """What a caller says of the job and of the steps; None: as the trace has it."""
 
-    hint: str | None = None
+    hint: HintSpec | None = None
     strict: str | None = None
     limit: str | None = None
     run: str | None = None
@@ -51,14 +51,26 @@ class Wishes:
             Limit.resolve(self.limit, 0, 1)
 
 
-def advise_file(path: str, wishes: Wishes = Wishes(), ran: Callable[[], object] = lambda: None) -> Advice:
+def advise_pipeline(path: str, hint: HintSpec | None) -> Advice:
+    """The advice on the trace that a pipeline with ``hint`` has just written."""
+    # The file has the name of a hint; one of the caller's own cannot be made from its name.
+    return advise_file(path, Wishes(hint=None if isinstance(hint, str) else hint), title="pipeline")
+
+
+def advise_file(
+    path: str,
+    wishes: Wishes = Wishes(),
+    ran: Callable[[], object] = lambda: None,
+    title: str | None = None,
+) -> Advice:
     """The advice on the steps of a trace file; ``ran`` is called after each replay of a step."""
     runs = read_chrome(path)
     chosen = next((run for run in runs if wishes.run in (None, run.name)), None)
     if chosen is None:
         raise ConfigError(f"run is {wishes.run!r}, must be one of: {', '.join(run.name for run in runs)}")
-    name = f"{path}: {chosen.name}"
+    name = title or f"{path}: {chosen.name}"
     recording = read_recording(name, chosen, skip_first=wishes.skip_first, most=wishes.steps)
+    check_cores(name, recording)
     replicas = [run for run in runs if run is not chosen]
     return _Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran)).advice()
 
@@ -80,9 +92,11 @@ class _Adviser:
         self._replay = replay
         #: What neither the trace nor the caller says of the job.
         self._unsaid: list[str] = []
-        self._job = self._job_of(recording.run.job, wishes)
-        job = self._job
-        self._method = Method(job.hint, job.limit, job.strict, job.order, job.takes_offers)
+        self._job = job = self._job_of(recording.run.job, wishes)
+        hint = None if job.strict is not None else wishes.hint or job.hint or default_hint(job.order)
+        self._method = Method(hint, job.limit, job.strict, job.order, job.takes_offers)
+        if hint is not None:
+            self._check_hint(hint)
         self._base = self._as_recorded()
         self._stages = recording.costs.stages
         self._work = causes.work(self._steps)
@@ -97,19 +111,15 @@ class _Adviser:
         if wishes.strict is not None:
             job = replace(job, hint=None, limit=None, strict=wishes.strict)
         elif wishes.hint is not None or wishes.limit is not None:
-            hint = wishes.hint or job.hint or default_hint(job.order)
-            job = replace(job, hint=hint, limit=wishes.limit or job.limit or DEFAULT_LIMIT, strict=None)
-        if job.hint is not None:
-            self._check_hint(job)
+            job = replace(job, limit=wishes.limit or job.limit or DEFAULT_LIMIT, strict=None)
         return job
 
-    def _check_hint(self, job: TracedJob) -> None:
-        assert job.hint is not None
+    def _check_hint(self, hint: HintSpec) -> None:
         try:
-            create_hint(job.hint)
+            create_hint(hint)
         except ConfigError as error:
-            raise ConfigError(f"{self._name}: {error}: --hint names another") from None
-        check_order(job.hint, job.order)
+            raise ConfigError(f"{self._name}: {error}: --hint says which one the job has") from None
+        check_order(hint, self._job.order)
 
     def _as_recorded(self) -> Replays:
         if self._job.strict == REPLAY:
@@ -243,18 +253,19 @@ class _Adviser:
         for limit in self._larger(method.limit):
             text, replays = f"limit={_quoted(limit)}", self._replay(replace(method, limit=limit))
             found.append(self._setting("memory limit", self._waited_for_memory(), text, replays, shows_held=True))
-        yield from _rising(found)
+        yield from _rising(sorted(found, key=lambda setting: setting.held))
 
     def _larger(self, limit: Limit | int | str) -> list[str | int]:
         stages, microbatches = self._stages, self._recording.costs.microbatches
         num_bytes = limit.bytes if isinstance(limit, Limit) else bytes_of(limit)
         if num_bytes is not None:
             return [f"{num_bytes * halves // 2}B" for halves in (3, 4, 6)]
-        least = min(Limit.resolve(limit, stage, stages).microbatches or microbatches for stage in range(stages))
+        least = min(each.microbatches or microbatches for each in resolve_limits(self._recording.costs, limit))
         names = {1: "n", 2: "2n"}
         # One that takes all microbatches of the step is the last that differs.
         larger = [n for n in LIMITS if n * stages > least and (n - 1) * stages < microbatches]
-        return [names.get(n, n * stages) for n in larger]
+        auto = ["auto"] if limit != "auto" and max(map(self._recording.costs.chunks_of, range(stages))) == 1 else []
+        return [*auto, *(names.get(n, n * stages) for n in larger)]
 
     def _orders(self) -> Iterator[Setting]:
         method = self._method
@@ -270,7 +281,7 @@ class _Adviser:
         others = [hint for hint in HINTS if hint != method.hint and self._fits(hint)]
         tried = [(hint, self._replay(replace(method, hint=hint))) for hint in others]
         hint, best = min(tried, key=lambda pair: pair[1].seconds.sum())
-        yield self._setting("order of tasks", f"hint {method.hint} orders tasks", f'hint="{hint}"', best)
+        yield self._setting("order of tasks", f"{hint_text(method.hint)} orders tasks", f'hint="{hint}"', best)
 
     def _fits(self, hint: str) -> bool:
         try:
@@ -331,8 +342,6 @@ class _Adviser:
             yield "a core for every task: the trace does not say how long threads waited for one"
         if method.hint is not None and not costs.split:
             yield "split=True: weight gradients take a third to a half of backward; a split trace has their times"
-        if method.hint is not None and counts_bytes(method.limit):
-            yield "bytes: every microbatch holds the same on a stage; the trace has the most that each stage held"
         if method.hint is not None and any(step.costs.sizes is None for step in self._steps):
             yield "step(sizes=...): sizes that follow the recorded times exactly"
         yield "recomputation, where there is any: as recorded, a part of backward"

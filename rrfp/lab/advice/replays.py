@@ -16,6 +16,7 @@ from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.advice.recorded import RecordedStep
 from rrfp.lab.simulation import resolve_limits, shown_correlation
 from rrfp.memory.admission import Limit
+from rrfp.plugins import name_of
 from rrfp.schedules.registry import ScheduleSpec
 
 #: How many times steps are drawn for an interval, and the part of the draws that it leaves out at each end.
@@ -33,7 +34,9 @@ class Method:
     takes_offers: bool = False
 
     def __str__(self) -> str:
-        return f"{self.strict} (strict)" if self.hint is None else f"hint {self.hint}, limit {limit_text(self.limit)}"
+        if self.hint is None:
+            return f"{self.strict} (strict)"
+        return f"{hint_text(self.hint)}, limit {limit_text(self.limit)}"
 
     def run(self, costs: CostTable) -> EngineResult:
         """One step."""
@@ -53,12 +56,18 @@ class Method:
         )
 
 
+def hint_text(hint: HintSpec) -> str:
+    """A hint by its name."""
+    return f"hint {hint if isinstance(hint, str) else getattr(hint, 'text', None) or name_of(hint)}"
+
+
 def limit_text(limit: Limit | int | str | None) -> str:
     """A limit as `rrfp.Pipeline` takes it, or in words."""
     if not isinstance(limit, Limit):
         return "none" if limit is None else str(limit)
     parts = [str(limit.microbatches)] if limit.microbatches is not None else []
     parts += [f"{limit.bytes}B"] if limit.bytes is not None else []
+    parts += ["auto"] if limit.auto else []
     return " and ".join(parts) or "none"
 
 

@@ -22,9 +22,10 @@ from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.usage import WaitCause
+from rrfp.engine.engine import OfferedSlot
 from rrfp.lab.cluster.coordination import CoordinationName
 from rrfp.lab.cluster.event_queue import EventQueue
-from rrfp.lab.cluster.node import Node, TaskSlot
+from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.model.tasks import StepId, Task
 
@@ -143,7 +144,7 @@ class Cluster(ABC, Generic[NodeT]):
             return
         offers = None
         if takes_offers and self.members == 1 and may_offer(node.core, depth):
-            node.slot = TaskSlot()
+            node.slot = OfferedSlot()
             offers = Offers(node.core, node.slot, partial(self.enqueued, node))
         node.pauses = PauseTimer(node.core, self.now, partial(self.wake, node))
         node.arbiter = Arbiter(node.core, depth, dispatch, _ignore, offers, node.pauses)
@@ -183,6 +184,9 @@ class Cluster(ABC, Generic[NodeT]):
     def release(self, node: NodeT, released: ev.SendReleased) -> None:
         """Memory that is sent becomes free: at once."""
         self.notify(node, released)
+
+    def preview(self, node: NodeT, task: Task) -> None:
+        """The inputs of a forward are here: they show nothing."""
 
     def drop(self, node: NodeT, task: Task) -> None:
         """``node`` needs the output of ``task`` no longer."""
@@ -319,6 +323,8 @@ class Cluster(ABC, Generic[NodeT]):
             case ev.Credit(peer, task):
                 consumed_here = ev.Consumed(node.step, node.rank.stage, task)
                 self.send(Envelope(node.rank, self._counterpart(node, peer), consumed_here))
+            case ev.Preview(task):
+                self.preview(node, task)
             case ev.Release(task):
                 self.drop(node, task)
             case ev.ReduceChunk(virtual_stage):

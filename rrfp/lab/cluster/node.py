@@ -9,31 +9,11 @@ from rrfp.arbiter.arbiter import Arbiter
 from rrfp.arbiter.leader import LeaderProtocol
 from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core.stage_core import StageCore
+from rrfp.engine.engine import OfferedSlot
 from rrfp.errors import Origin
 from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.model.tasks import StepId, Task
-
-
-class TaskSlot:
-    """Holds the task that is offered to a simulated lane."""
-
-    def __init__(self) -> None:
-        self.task: Task | None = None
-
-    def offer(self, task: Task) -> None:
-        """Let the lane begin ``task`` when its running one has ended."""
-        assert self.task is None, f"{task} is offered beside {self.task}"
-        self.task = task
-
-    def withdraw(self) -> bool:
-        """Take the task back; False if the lane has begun it."""
-        return self.pop() is not None
-
-    def pop(self) -> Task | None:
-        """The lane begins what is offered, if anything is."""
-        task, self.task = self.task, None
-        return task
 
 
 class Node:
@@ -54,7 +34,7 @@ class Node:
         #: Tasks enqueued, or begun from an offer, and not complete; the first runs once its group has begun it.
         self.lane: deque[Task] = deque()
         #: For the task that is offered to its lane; None where lanes take no offers.
-        self.slot: TaskSlot | None = None
+        self.slot: OfferedSlot | None = None
         #: For each step that it opened, the tasks in the order in which they were enqueued.
         self.orders: list[list[Task]] = []
         #: How many tasks of this step its lane has reached.

@@ -11,7 +11,7 @@ are on all ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -35,7 +35,6 @@ from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import Envelope, TimedCluster
 from rrfp.lab.cluster.coordination import (
     Agreement,
-    AllGather,
     Coordination,
     CoordinationName,
     GroupCounts,
@@ -50,6 +49,7 @@ from rrfp.lab.generators.rank_latency import SHUFFLED, Cube, RankLatencies, rank
 from rrfp.lab.simulation import Simulation, beside_bound, resolve_limits, shown_correlation
 from rrfp.lab.unused_hint import UnusedHint
 from rrfp.memory.admission import Limit
+from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.schedules.registry import ScheduleSpec
@@ -111,17 +111,12 @@ class TensorParallelResult(EngineResult):
 
     @property
     def failed_rounds_per_task(self) -> float:
-        """Rounds without a task, for each task."""
+        """Rounds in which two ranks proposed different tasks, for each task."""
         return sum(counts.failed_rounds for counts in self.counts) / self.num_tasks
 
     @property
-    def disputed_rounds_per_task(self) -> float:
-        """Rounds in which two ranks proposed different tasks, for each task."""
-        return sum(counts.disputed_rounds for counts in self.counts) / self.num_tasks
-
-    @property
     def messages_per_task(self) -> float:
-        """Words between ranks of a group for each task."""
+        """Messages between ranks of a group for each task."""
         return sum(counts.messages for counts in self.counts) / self.num_tasks
 
     def _waited(self, *, coordinating: bool) -> tuple[float, ...]:
@@ -198,6 +193,21 @@ class GroupTimeline:
         self._idle = None if cause is None else (cause, now)
 
 
+_NAMES: Mapping[type[Coordination], CoordinationName | None] = {
+    Leader: "leader",
+    Agreement: "agreement",
+    Independent: None,
+}
+
+
+def _message_seconds(coordination: Coordination) -> float:
+    """How long a message between ranks of a group travels."""
+    if isinstance(coordination, Independent):
+        return 0.0
+    # A round of proposals is there and back.
+    return coordination.control_seconds if isinstance(coordination, Leader) else coordination.gather_seconds / 2
+
+
 class GroupRun(TimedCluster[Node]):
     """One step of tensor-parallel groups, on the slowest rank's costs."""
 
@@ -229,17 +239,12 @@ class GroupRun(TimedCluster[Node]):
             [StepId(0, Mode.TRAIN, costs.microbatches)],
             members=latencies.ranks,
             depth=coordination.depth if isinstance(coordination, Leader) else 1,
-            coordination="leader" if is_led else None,
+            coordination=_NAMES[type(coordination)],
             sizes=None if sizes is None else tuple(sizes),
         )
         self._size_correlation = size_correlation
-        self._control_s = coordination.control_seconds if isinstance(coordination, Leader) else 0.0
+        self._control_s = _message_seconds(coordination)
         self._timelines = [GroupTimeline(core(stage, hint()), self.members) for stage in range(costs.stages)]
-        self._gathers = (
-            [AllGather(group.nodes, coordination.gather_seconds, self.queue, self.dispatch) for group in self.groups]
-            if isinstance(coordination, Agreement)
-            else None
-        )
         self._durations = {kind: times.tolist() for kind, times in costs.durations.items()}
         self._latency = {Kind.F: latencies.forward.tolist(), Kind.B: latencies.backward.tolist()}
         self._messages: list[MessageSpan] = []
@@ -265,7 +270,7 @@ class GroupRun(TimedCluster[Node]):
     # A network and a clock.
 
     def send(self, packet: Envelope) -> None:
-        """Carry it for its rank's latency; inside a group for `control_seconds`."""
+        """Carry it for its rank's latency; inside a group for as long as coordination says."""
         content, queue, (stage, member) = packet.content, self.queue, (packet.sender.stage, packet.sender.member)
         if isinstance(content, GroupMessage):
             self._num_messages[stage] += 1
@@ -306,10 +311,7 @@ class GroupRun(TimedCluster[Node]):
     def _arrive(self, rank: int, packet: Envelope) -> None:
         self.deliver(packet)
         if isinstance(packet.content, ev.Arrived):
-            stage = packet.receiver.stage
-            self._timelines[stage].arrive(packet.content)
-            if self._gathers is not None:
-                self._gathers[stage].note_arrival(self.nodes[rank], packet.content.task)
+            self._timelines[packet.receiver.stage].arrive(packet.content)
 
     def _complete(self, rank: int, seconds: float) -> None:
         group = self.groups[rank // self.members]
@@ -319,24 +321,35 @@ class GroupRun(TimedCluster[Node]):
 
     def _decide(self, stage: int) -> None:
         """The ranks of a touched group enqueue what they may, leader first."""
-        if self._gathers is not None:
-            self._gathers[stage].decide()
-        else:
-            for node in self.groups[stage].nodes:
+        nodes = self.groups[stage].nodes
+        while any(node.arbiter.is_due for node in nodes):  # messages that take no time may ask for another decision
+            for node in nodes:
                 node.arbiter.decide()
-        self._timelines[stage].decided(self.queue.now, is_pausing=self.groups[stage].nodes[0].core.is_pausing)
+        self._timelines[stage].decided(self.queue.now, is_pausing=nodes[0].core.is_pausing)
 
     # The end.
 
     def _check_finished(self) -> None:
-        lines = []
+        lines, remedy = [], ""
         for stage, timeline in enumerate(self._timelines):
             topology = Topology(stage, len(self.groups))
             if texts := describe(timeline.core, topology, most=1):
-                cause = None if self._gathers is None else self._gathers[stage].stalled()
-                lines.append(f"  {wait_line(topology.name, texts) if cause is None else f'{topology.name}: {cause}'}")
+                disputes = [*self._disputes(stage)]
+                lines += disputes or [wait_line(topology.name, texts)]
+                if disputes:
+                    hint = type(timeline.core.hint).__name__
+                    remedy = f"\nhint {hint} picks by more than the ready set, and needs coordination='leader'"
         if lines:
-            raise DeadlockError("deadlock: every group is idle and nothing is in flight\n" + "\n".join(lines))
+            head = "deadlock: every group is idle and nothing is in flight"
+            raise DeadlockError("\n  ".join([head, *lines]) + remedy)
+
+    def _disputes(self, stage: int) -> Iterator[str]:
+        """What each rank of a group proposes that will never be agreed on."""
+        mesh = Mesh((("pp", len(self.groups)), ("tp", self.members)))
+        for node in self.groups[stage].nodes:
+            if node.agreement is not None and (dispute := node.agreement.dispute) is not None:
+                topology = Topology.at(node.rank, mesh)
+                yield wait_line(topology.name, describe(node.core, topology, 0, dispute))
 
     def _result(self) -> TensorParallelResult:
         timelines = self._timelines
@@ -358,12 +371,11 @@ class GroupRun(TimedCluster[Node]):
         )
 
     def _counts(self, stage: int) -> GroupCounts:
-        if self._gathers is not None:
-            return self._gathers[stage].counts()
-        if self.groups[stage].nodes[0].leader_protocol is None:
-            return GroupCounts()
+        node, num_messages = self.groups[stage].nodes[0], self._num_messages[stage]
+        if node.agreement is not None:
+            return GroupCounts(node.agreement.rounds, node.agreement.failed, num_messages)
         # A round is an entry of the log; none fails.
-        return GroupCounts(len(self.groups[stage].nodes[0].order), messages=self._num_messages[stage])
+        return GroupCounts() if node.leader_protocol is None else GroupCounts(len(node.order), 0, num_messages)
 
 
 def _largest(ranks: Sequence[Peaks]) -> Peaks:
@@ -444,7 +456,6 @@ class TensorParallelSimulation:
             "coordination_share": result.coordination_share,
             "rounds_per_task": result.rounds_per_task,
             "failed_rounds_per_task": result.failed_rounds_per_task,
-            "disputed_rounds_per_task": result.disputed_rounds_per_task,
             "messages_per_task": result.messages_per_task,
         }
         return {**self.simulation.to_json(), "tp": fields}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,9 @@ from rrfp.lab.commands.sweep import progress_bar
 _RUN = "The run of this name, such as 'replica 1'; default: the first. A file of all replicas tells a slow rank."
 _SKIP = "Training steps to leave out at the beginning; default 2."
 _STEPS = "The most steps to replay, the newest; default 10."
-_HINT = "The hint of the job, where the trace does not say, or another one to start from."
-_STRICT = "The strict schedule of the job, likewise."
-_LIMIT = "The limit of the job, likewise: a number, 1f1b, n, 2n, or bytes such as 8GB."
+_HINT = "The hint of the job, where the trace does not say it."
+_STRICT = "The strict schedule of the job, where the trace does not say it."
+_LIMIT = "The limit of the job, where the trace does not say it: a number, 1f1b, n, 2n, or bytes such as 8GB."
 
 
 class AdviseCommand(Command):
@@ -48,10 +48,12 @@ def advise(
     json: Json = False,
 ) -> None:
     """Show what slows recorded steps down, and what settings would change: the engine replays them."""
+    from rrfp.hints.registry import HintSpec, named_or_loaded_hint
     from rrfp.lab.advice.advice import Wishes, advise_file
 
-    given = {"run": run, "skip_first": skip_first, "steps": steps, "hint": hint, "strict": strict, "limit": limit}
-    wishes = Wishes(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    named: HintSpec | None = None if hint is None else named_or_loaded_hint(hint)
+    given: dict[str, Any] = {"run": run, "skip_first": skip_first, "steps": steps, "strict": strict, "limit": limit}
+    wishes = Wishes(hint=named, **{name: value for name, value in given.items() if value is not None})
     with progress_bar() as ran:
         advice = advise_file(str(trace), wishes, ran)
     if json:

@@ -14,6 +14,7 @@ import typer
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError
 from rrfp.lab.commands.timeline_options import From, TimelineFile, To, check_tasks, checked_window
+from rrfp.model.tasks import Task
 from rrfp.trace.breakdown import Breakdown, breakdown, mean
 from rrfp.trace.held import peak_held
 from rrfp.trace.spans import StepTrace
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 #: What `--step` has for every step.
 ALL = "all"
 
+_TASK = "Tell what happened to this task, and when, in the slowest step or those of --step."
 _STEP = "Show this step alone: its number, or all. May be repeated. Without it: the mean over all steps."
 
 
 def trace(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces (Chrome JSON) written by rrfp.")],
     step: Annotated[list[str] | None, typer.Option("--step", metavar="N|all", help=_STEP)] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="F1@2", help=_TASK)] = None,
     timeline: TimelineFile = None,
     from_ms: From = None,
     to_ms: To = None,
@@ -53,6 +56,9 @@ def trace(
         report.check(wanted or ())
     if timeline is not None:
         _draw(runs, wanted, timeline, window)
+    if task is not None:
+        _tell(runs, wanted, Task.parse(task), json=json)
+        return
     if json:
         print_json([_document(report, wanted) for report in reports])
         return
@@ -61,6 +67,27 @@ def trace(
     console = Console(highlight=False, markup=False)
     for report in reports:
         _show(console, report, wanted)
+
+
+def _tell(runs: Sequence[tuple[Path, TracedRun]], wanted: Sequence[int] | None, task: Task, *, json: bool) -> None:
+    """The story of a task in each run."""
+    from rrfp.lab.traces.task_story import task_story
+
+    stories: list[dict[str, Any]] = []
+    for path, run in runs:
+        slowest = max(run.steps, key=lambda step: step.end - step.start)
+        steps = [slowest] if wanted is None else [step for step in run.steps if not wanted or step.step in wanted]
+        for step in steps:
+            told = task_story(step, run.num_stages, run.graph, task)
+            moments = [{"seconds": seconds, "what": text} for seconds, text in told]
+            stories.append({"file": str(path), "run": run.name, "step": step.step, "story": moments})
+    if json:
+        print_json(stories)
+        return
+    for each in stories:
+        typer.echo(f"{each['file']}: {each['run']}, step {each['step']}, {task}:")
+        for moment in each["story"]:
+            typer.echo(f"  {moment['seconds'] * 1e3:9.3f} ms  {moment['what']}")
 
 
 def _wanted(texts: Sequence[str] | None) -> list[int] | None:

@@ -360,6 +360,10 @@ class FaultCluster(TimedCluster[FaultNode]):
         is_last = task.kind is self._scenario.graph.last_kind(task.virtual_stage, Mode.TRAIN)
         return 0 if is_last else self._parallelism.bytes_held[node.rank.member]
 
+    def preview(self, node: FaultNode, task: Task) -> None:
+        """Its inputs show exactly what it will hold here."""
+        self.apply(node, ev.Previewed(task, self.bytes_held(node, task)))
+
     def drop(self, node: FaultNode, task: Task) -> None:
         """The value is gone."""
         node.values.drop(task)

@@ -40,10 +40,11 @@ _STRICT = (
     "that event_log= wrote, with the newest training step in it that ran whole."
 )
 _LIMIT = (
-    "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n or 2n; bytes:LIMIT: as many bytes as it holds "
-    "under that limit; SIZE: bytes, such as 8MB. Not with --strict; default {default}."
+    "Microbatches a stage may hold: a number, 1f1b (N - i on stage i), n, 2n or auto (by latencies and the spread of "
+    "times); bytes:LIMIT: as many bytes as it holds under that limit; SIZE: bytes, such as 8MB. Not with --strict; "
+    "default {default}."
 )
-_LIMITS = ("1f1b", "n", "2n", "bytes:1f1b", "bytes:n", "bytes:2n")
+_LIMITS = ("1f1b", "n", "2n", "auto", "bytes:1f1b", "bytes:n", "bytes:2n")
 _ADMISSION = "How chunks share the limit's slots. Not with --strict; default {default}."
 _ORDER = (
     "natural: microbatches of one kind run as 0, 1, 2, ... on each virtual stage. Not with --strict; default {default}."
@@ -102,7 +103,7 @@ class SimulatedMethod:
     #: `rrfp.lab.simulation.simulate`.
     limit: int | str = field(
         default=DEFAULT_LIMIT,
-        metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|SIZE", known=_LIMITS, beside=_BF),
+        metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|auto|SIZE", known=_LIMITS, beside=_BF),
     )
     #: With a hint, how chunks share the limit's slots.
     admission: str = field(default=DEFAULT_RULE, metadata=as_option(_ADMISSION, known=OFFERED_RULES, beside=_BF))

@@ -122,7 +122,7 @@ def useless_limits(groups: Sequence[MethodSummary]) -> list[tuple[MethodSummary,
     by_hint: dict[tuple[Any, ...], list[MethodSummary]] = {}
     columns = (*WORKLOAD_COLUMNS, *(column for column in METHOD_COLUMNS if column != "limit"))
     for group in groups:
-        if group.rows[0].kind == "hint":
+        if group.rows[0].kind == "hint" and not _limits_of(group)[0].auto:
             kind = _limits_of(group)[0].bytes is None, str(group.rows[0].limit).startswith(SAME_BYTES)
             by_hint.setdefault((*_values(group.rows[0], columns).values(), *kind), []).append(group)
     pairs = (pair for same in by_hint.values() for pair in itertools.pairwise(sorted(same, key=_amount)))

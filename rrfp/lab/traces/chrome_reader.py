@@ -18,10 +18,10 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
 from rrfp.plain import Reader, number, or_none, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
-from rrfp.trace.chrome import CORE_WAITS, LAUNCHED, SIZES, STEPS_THREAD
+from rrfp.trace.chrome import BYTES, CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
 from rrfp.trace.job_data import JOB, TracedJob
-from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
 
 #: Readers of the numbers of a file, which the caller of `read_chrome` knows.
 _whole, _number = partial(whole, error=value_error), partial(number, error=value_error)
@@ -143,6 +143,7 @@ class _Reader:
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
         self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
         self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
+        self._limits: dict[int, tuple[StageSlots, ...]] = {}
         self._sizes: dict[int, tuple[float, ...] | None] = {}
         self._core_waits: dict[int, tuple[CoreWait, ...]] = {}
         #: Step -> the first event of one of its stages.
@@ -205,6 +206,7 @@ class _Reader:
         self._steps[step] = (start, end)
         self._peaks[step] = _peaks(args.get("peaks", {}))
         self._sizes[step] = _sizes(args[SIZES]) if SIZES in args else None
+        self._limits[step] = _limits(args.get(LIMITS, {}))
         self._core_waits[step] = _core_waits(args.get(CORE_WAITS, {}))
 
     def _read_slice(self, step: int, start: float, end: float, event: dict[str, Any]) -> None:
@@ -215,7 +217,9 @@ class _Reader:
         if event["cat"] == "computation":
             args = event["args"]
             launched = _number(f"args.{LAUNCHED}", args[LAUNCHED]) / 1e6 if LAUNCHED in args else None
-            self._tasks[step].append(TaskSpan(stage, Task.parse(name.partition(" ")[0]), start, end, launched))
+            num_bytes = _whole(f"args.{BYTES}", args.get(BYTES, 0))
+            task = Task.parse(name.partition(" ")[0])
+            self._tasks[step].append(TaskSpan(stage, task, start, end, launched, num_bytes))
         else:
             self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
 
@@ -228,7 +232,11 @@ class _Reader:
         except ValueError as error:
             raise ConfigError(f"traceEvents[{index}]: {error}") from None
         messages = tuple(self._messages[step])
-        stage_data: Any = {"peaks": self._peaks[step], "core_waits": self._core_waits[step]}
+        stage_data: Any = {
+            "peaks": self._peaks[step],
+            "core_waits": self._core_waits[step],
+            "limits": self._limits[step],
+        }
         return StepTrace(
             step, start, end, tasks, waits, messages, skipped=skipped, sizes=self._sizes[step], **stage_data
         )
@@ -257,6 +265,16 @@ def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"args.peaks is {shown(by_stage)}, must be numbers from 0 on by name, by stage") from None
+    return read
+
+
+def _limits(by_stage: Any) -> tuple[StageSlots, ...]:
+    try:
+        read = tuple(StageSlots(int(stage), int(slots)) for stage, slots in by_stage.items())
+        if any(entry.stage < 0 or entry.slots < 1 for entry in read):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"args.{LIMITS} is {shown(by_stage)}, must be numbers from 1 on by stage") from None
     return read
 
 

@@ -14,7 +14,7 @@ from struct import Struct
 
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError, RrfpError
-from rrfp.memory.admission import Limit
+from rrfp.memory.round_trips import StageMeasure
 from rrfp.model.topology import Topology
 from rrfp.runtime.abort import Failure
 from rrfp.trace.breakdown import Breakdown
@@ -58,20 +58,22 @@ class ResourceMeter:
     As bytes: every rank gets them from all ranks in each step, and only those with callbacks read them.
     """
 
-    def __init__(self, limit: Limit, num_chunks: int, transport: Transport) -> None:
-        # A caller's numbers may be numpy's, and larger than any memory.
-        slots = _NO_LIMIT if limit.microbatches is None else int(limit.microbatches) * num_chunks
-        byte_limit = _NO_LIMIT if limit.bytes is None else int(limit.bytes)
-        self._limits = min(slots, _NO_LIMIT), min(byte_limit, _NO_LIMIT)
+    def __init__(self, byte_limit: int | None, transport: Transport) -> None:
+        self._byte_limit = _packable(byte_limit)
         self._transport = transport
         self._sent = self._received = 0
 
-    def read(self) -> bytes:
-        """The limits, and the bytes since the last reading."""
-        now = self._transport.statistics()
-        packed = _RESOURCES.pack(*self._limits, now.bytes_sent - self._sent, now.bytes_received - self._received)
+    def read(self, slots: int | None) -> bytes:
+        """The limits, ``slots`` of them, and the bytes since the last reading."""
+        now, limits = self._transport.statistics(), (_packable(slots), self._byte_limit)
+        packed = _RESOURCES.pack(*limits, now.bytes_sent - self._sent, now.bytes_received - self._received)
         self._sent, self._received = now.bytes_sent, now.bytes_received
         return packed
+
+
+def _packable(limit: int | None) -> int:
+    # A caller's numbers may be numpy's, and larger than any memory.
+    return _NO_LIMIT if limit is None else min(int(limit), _NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,14 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredReport:
+    """A report, and what decides on the next limit."""
+
+    report: StageReport
+    measure: StageMeasure
+
+
+@dataclass(frozen=True, slots=True)
 class StepFigures:
     """The reports of all ranks, combined for the ranks of one replica."""
 
@@ -111,6 +121,11 @@ class StepFigures:
     def resources(self) -> tuple[Resources, ...]:
         """For each stage, the limits, and what all ranks of its group moved."""
         return tuple(Resources.of_group([*map(Resources.unpacked, group)]) for group in self.packed_resources)
+
+    @property
+    def slots(self) -> tuple[int | None, ...]:
+        """For each stage, the limit on chunk tasks."""
+        return tuple(stage.slots for stage in self.resources)
 
     @classmethod
     def of(cls, reports: Sequence[StageReport], topology: Topology) -> StepFigures:

@@ -15,7 +15,7 @@ from rrfp.trace.breakdown import Breakdown
 from rrfp.trace.spans import StepTrace, merge
 
 #: The fields that the reports fill.
-_REPORTED = frozenset(("seconds", "breakdown", "peaks"))
+_REPORTED = frozenset(("seconds", "breakdown", "peaks", "slots"))
 
 
 class _Reported:
@@ -30,11 +30,11 @@ class _Reported:
 class StepResult(_Reported):
     """The outcome of a step, the same on every rank (but for ``trace`` and ``outputs``).
 
-    A step returns once this rank has done its part and the loss is known. ``seconds``, ``breakdown`` and ``peaks`` (and
-    ``peak_held`` and ``peak_bytes``) need the reports of all ranks, which are exchanged meanwhile. The first read of
-    one of them waits for the reports: it blocks its thread, and raises `PipelineAborted` if the pipeline fails before
-    they are here. On an event loop, ``await result.complete()`` first. So do copies, pickles and ``print(result)``, a
-    table with a row for each stage; ``repr`` never waits.
+    A step returns once this rank has done its part and the loss is known. ``seconds``, ``breakdown``, ``slots`` and
+    ``peaks`` (and ``peak_held`` and ``peak_bytes``) need the reports of all ranks, which are exchanged meanwhile. The
+    first read of one of them waits for the reports: it blocks its thread, and raises `PipelineAborted` if the pipeline
+    fails before they are here. On an event loop, ``await result.complete()`` first. So do copies, pickles and
+    ``print(result)``, a table with a row for each stage; ``repr`` never waits.
 
     With several replicas, ``losses``, ``breakdown`` and ``peaks`` are those of this rank's replica.
 
@@ -53,6 +53,8 @@ class StepResult(_Reported):
             between two pipelines in turns, it includes the wait for the last to call.
         breakdown: for each stage, where the time of its group's leader went; each sums to ``seconds``.
         peaks: for each stage, the most that any rank of its group held.
+        slots: for each stage, the chunk tasks that it might hold in this step, which ``limit="auto"`` changes from step
+            to step; None: any number.
         trace: the spans of this rank (with `rrfp.local`: of all).
         outputs: of an evaluation, on the rank of the last virtual stage: outputs by microbatch, where
             ``return_outputs`` asks for them, by default where there is no loss. Where several parts have losses, each
@@ -70,6 +72,7 @@ class StepResult(_Reported):
     trace: StepTrace = field(repr=False)
     outputs: Mapping[int, Any] = field(default_factory=dict, repr=False)
     part_losses: Mapping[str, float] = field(default_factory=dict)
+    slots: tuple[int | None, ...] = ()
 
     @classmethod
     def awaiting(cls, reports: PendingReports, **known: Any) -> Self:

@@ -23,7 +23,8 @@ from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.plan import Plan
-from rrfp.runtime.steps.reports import PendingReports, ResourceMeter, StageReport, StepFigures
+from rrfp.runtime.steps.reports import MeasuredReport, PendingReports, ResourceMeter, StageReport, StepFigures
+from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import StepTrace
 
@@ -227,12 +228,15 @@ class StepReporter:
     `RankActivity` counts the exchange of reports as the end of the step.
     """
 
-    def __init__(self, context: RankContext, core: StageCore, all_gather: TreeAllGather) -> None:
+    def __init__(
+        self, context: RankContext, core: StageCore, all_gather: TreeAllGather, follower: LimitFollower | None = None
+    ) -> None:
         self._topology = topology = context.topology
         self._core = core
         #: The most that was held in the steps before the current, or last, one.
         self.earlier = Peaks()
-        self._meter = ResourceMeter(core.limit, core.graph.placement.chunks_of(core.stage), context.transport)
+        self._meter = ResourceMeter(core.limit.bytes, context.transport)
+        self._follower = follower
         self._model = context.model
         self._all_gather = all_gather
         self._activity = context.activity
@@ -352,15 +356,27 @@ class StepReporter:
         parts = breakdown(trace, self._topology.stage)
         # Before they have this report, the other ranks send nothing of the next step.
         seconds = trace.end - trace.start
-        report = StageReport(self._topology.stage, seconds, parts, peaks, self._meter.read(), size_correlation)
-        answers = await self._all_gather.all_gather("step", plan.step.number, records.pack(report))
-        reports = [records.unpack(StageReport, data, "a step report") for data in answers]
+        resources = self._meter.read(self._core.view.slots)
+        report = StageReport(self._topology.stage, seconds, parts, peaks, resources, size_correlation)
+        reports = await self._gather(plan, trace, report)
         measured = least([report.size_correlation for report in reports])
         if plan.step.mode is Mode.TRAIN and measured is not None:
             self.size_correlation = measured
         pending.settle(StepFigures.of(reports, self._topology))
         self._activity.end_step()
         self._settled.set()
+
+    async def _gather(self, plan: Plan, trace: StepTrace, own: StageReport) -> Sequence[StageReport]:
+        """The reports of all ranks; where the limit follows round trips, they agree on that of the next step."""
+        number, follower, name = plan.step.number, self._follower, "a step report"
+        if follower is None:
+            answers = await self._all_gather.all_gather("step", number, records.pack(own))
+            return [records.unpack(StageReport, data, name) for data in answers]
+        measured = MeasuredReport(own, follower.measure(trace))
+        answers = await self._all_gather.all_gather("step", number, records.pack(measured))
+        every = [records.unpack(MeasuredReport, data, name) for data in answers]
+        follower.observe(plan.step.mode, [each.measure for each in every])
+        return [each.report for each in every]
 
     @property
     def is_settled(self) -> bool:

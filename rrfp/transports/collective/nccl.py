@@ -82,10 +82,8 @@ class NcclGroup:
 class NcclBackend:
     """See `Backend`."""
 
-    def __init__(
-        self, rank: int, device: torch.device, copies: DeviceCopies, environ: Mapping[str, str] | None = None
-    ) -> None:
-        check_environment(os.environ if environ is None else environ)
+    def __init__(self, rank: int, device: torch.device, copies: DeviceCopies) -> None:
+        check_environment(os.environ)
         self._rank = rank
         self._device = device
         self._copies = copies

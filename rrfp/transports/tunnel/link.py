@@ -53,7 +53,7 @@ class TunnelLink(StagedLink):
     ) -> None:
         super().__init__(peer, base, owner, home)
         self.beside = None if make_beside is None else make_beside(self)
-        self._credits = Credits(owner.context.queue_bytes, self._send_credit)
+        self._credits = Credits(owner.context.queue_bytes, lambda *credit: self.post({CREDIT: list(credit)}))
         #: Counts the whole messages of each channel, as those of links' own count too.
         self._sequences = dict.fromkeys(Channel, 0)
         #: The number of the next transfer; the lock keeps announcements in the order of numbers.
@@ -103,8 +103,7 @@ class TunnelLink(StagedLink):
         super()._on_whole(replace(message, sequence=number), num_bytes)
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
-        if not self._reported:
-            self._credits.consumed(channel, num_bytes)
+        self._credits.consumed(channel, num_bytes)
 
     async def announce(self, message: Message, moved: list[int]) -> Awaitable[None]:
         """Announce a message whose tensors at ``moved`` go beside; returns their end."""
@@ -147,11 +146,6 @@ class TunnelLink(StagedLink):
         if self.beside is not None:
             self.beside.end_sending(error)
 
-    def _report(self) -> None:
-        super()._report()
-        if self.beside is not None and self._loss is not None:
-            self.beside.end(self._loss)
-
     async def leave(self) -> None:
         """The peer has received everything when it gets the farewell."""
         while self._tasks:
@@ -167,9 +161,6 @@ class TunnelLink(StagedLink):
         self._credits.close()
         if self.beside is not None:
             self.beside.end(error)
-
-    def _send_credit(self, channel: str, cost: int, messages: int) -> None:
-        self.post({CREDIT: [channel, cost, messages]})
 
     def post(self, body: Mapping[str, Plain]) -> None:
         """Send an entry without waiting; their order does not matter."""

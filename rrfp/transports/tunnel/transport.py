@@ -275,10 +275,9 @@ class StagedLink:
             self._report()
 
     def _report(self) -> None:
-        self._stop_timer()
-        if self._loss is not None and not self._reported:
-            self._reported = True
-            self._owner.on_lost(self._loss)
+        if (loss := self._loss) is not None and not self._reported:
+            self.end(loss)
+            self._owner.on_lost(loss)
 
     def _fail(self, error: RrfpError) -> None:
         """Make all sends raise ``error``, unless they raise another one already."""

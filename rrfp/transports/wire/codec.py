@@ -54,6 +54,7 @@ class Codec:
         self._max_bytes = context.max_message_bytes
         self._packer = msgpack.Packer()
         self._known = KnownHeaders(context.max_message_bytes)
+        self._checks = {peer: HeaderChecks(peer) for peer in context.peers}
 
     def seal(self, kind: str, *fields: Any) -> bytes:
         """The header of a frame.
@@ -169,7 +170,7 @@ class Codec:
         if len(sealed.fields) != _HEADER_LENGTH - _SEAL_LENGTH:
             length = _SEAL_LENGTH + len(sealed.fields)
             raise FrameError(sealed.sender, "header", f"has {length} fields, must have {_HEADER_LENGTH}")
-        check = HeaderChecks(sealed.sender)
+        check = self._checks[sealed.sender]
         channel, sequence, step, task, tensors, body = sealed.fields
         checked = self._known.check(check, sealed.kind, channel, step, tensors)
         return Announcement(

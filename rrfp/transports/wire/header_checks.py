@@ -53,6 +53,8 @@ class TensorSpec(NamedTuple):
 class HeaderChecks:
     """Checks for the frames of one peer."""
 
+    __slots__ = ("_peer",)
+
     def __init__(self, peer: int | None) -> None:
         self._peer = peer
 
@@ -72,6 +74,8 @@ class HeaderChecks:
 
     def integer(self, field: str, value: Any, least: int = 0) -> int:
         """An integer of 63 bits, at least ``least``."""
+        if type(value) is int and least <= value <= _MAX_INT:
+            return value
         return whole(field, value, least, _MAX_INT, error=self._error)
 
     def boolean(self, field: str, value: Any) -> bool:
@@ -138,13 +142,13 @@ class HeaderChecks:
 
     def _plain(self, value: Any, depth: int) -> None:
         items: Collection[Any]
-        if isinstance(value, list | tuple):
-            items = value
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             items = value.values()
             for key in value:
-                if not isinstance(key, str):
+                if type(key) is not str and not isinstance(key, str):
                     self.fail("body", f"has the key {shown(key)}, keys must be strings")
+        elif isinstance(value, _ARRAYS):
+            items = value
         elif isinstance(value, _SCALARS):
             return
         else:  # msgpack's timestamps and extension types, and what no message can hold
@@ -154,9 +158,19 @@ class HeaderChecks:
         if len(items) > MAX_ITEMS:
             self.fail("body", f"has an array or a map of {len(items)} items, must have at most {MAX_ITEMS}")
         for item in items:
-            if type(item) not in _COMMON:
-                self._plain(item, depth - 1)
+            kind = type(item)
+            if kind in _COMMON or (kind is list and depth > 1 and _is_flat(item)):
+                continue
+            self._plain(item, depth - 1)
 
+
+def _is_flat(items: list[Any]) -> bool:
+    """Whether ``items`` are few enough, and scalars all of them."""
+    return len(items) <= MAX_ITEMS and _COMMON.issuperset(map(type, items))
+
+
+#: Faster than a union of the two.
+_ARRAYS = (list, tuple)
 
 _SCALARS = (type(None), bool, int, float, str, bytes, bytearray, memoryview)
 

@@ -112,7 +112,8 @@ def copied_from(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], 
     """A leaf tensor with a copy of ``buffer``; otherwise as `from_buffer`."""
     if buffer.nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(requires_grad)
-    return _cloned(buffer, dtype, shape).requires_grad_(requires_grad)
+    tensor = _cloned(buffer, dtype, shape)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def from_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """The real shell in virtual time for stages of T ranks, and for replicas of them: each rank a pipeline of its own.
 
 As `sim.shell.runs` does it for single ranks. Words between the ranks of a group take their time as messages do, and
-the tasks of a group meet (`sim.shell.group_lane`). With a leader, orders, starts, messages and peaks are those that
+the tasks of a group meet (`sim.shell.group_lane`). Orders, starts, messages and peaks are those that
 `rrfp.lab.cluster.simulation` tells for the same arguments, to the last bit: so each of the two checks the other.
 """
 
@@ -139,8 +139,8 @@ def run_shell_groups(
         replicas: what each copy of the pipeline takes; all of one shape but for the number of microbatches.
         hint: makes a fresh hint, one a rank.
         limits: one a stage.
-        coordination: how the ranks of a group agree on an order, and how long their messages take. An all-gather of the
-            shell is there and back, through the first rank: each way takes half of it.
+        coordination: how the ranks of a group agree on an order, and how long their messages take: half of a round of
+            proposals.
         modes: of each step.
         sizes: how large each microbatch is, for hints that ask; None: untold.
         in_order: (kind, virtual stage) pairs that run in microbatch order.

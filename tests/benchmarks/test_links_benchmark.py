@@ -1,0 +1,50 @@
+"""The benchmark of slow links compares what it says it compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from installed import ROOT
+
+from benchmarks.links.simulated import LINKS, cells, kinds
+
+
+def test_within_auto_a_whole_backward_reaches_the_bound_and_a_split_one_pays_one_round_trip() -> None:
+    found = {(cell.links, cell.delay, cell.method): cell for cell in cells()}
+    whole, split = (found["none", 0, f"{backward}, auto"] for backward in ("whole", "split"))
+    for (links, delay, method), cell in found.items():
+        if links not in LINKS or not method.endswith("auto"):
+            continue
+        base = whole if method.startswith("whole") else split
+        assert cell.milliseconds == pytest.approx(base.milliseconds + 2 * delay * len(LINKS[links]))
+        assert cell.held <= 1.5 * 8 * 8
+
+
+def test_every_kind_of_pipeline_is_run_within_every_limit() -> None:
+    rows = [(row.pipelines, row.limit) for row in kinds(1)]
+    assert len(rows) == len(set(rows)) == 5 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_processes_are_measured_with_every_method_beside_the_simulation() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "links" / "run.py"), "--quick", "--json"]
+    methods = ["--methods", "torch 1F1B", "n", "auto"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *methods], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    document = json.loads(done.stdout)
+    rows = {(row["links"], row["delay"], row["method"]): row for row in document["rows"]}
+    assert set(rows) == {(*cell, method) for cell in (("none", 0), ("0-1", 60)) for method in methods[1:]}
+    for (links, _, method), row in rows.items():
+        assert (row["simulated"] is None) == (method == "torch 1F1B")
+        assert row["milliseconds"] >= (row["simulated"] or 0.0)
+        if links == "0-1" and method == "n":  # two microbatches a round trip, of six
+            assert row["milliseconds"] > rows["none", 0, "n"]["milliseconds"] + 2 * 2 * 60
+    assert rows["0-1", 60, "auto"]["held"] > rows["none", 0, "auto"]["held"]
