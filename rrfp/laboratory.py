@@ -75,7 +75,7 @@ COMMAND_CLASSES: Mapping[str, str] = {
 }
 
 #: Methods of the product that compute in the laboratory.
-METHODS: Mapping[str, str] = {"Pipeline.advise": "rrfp.lab.advice.advice:advise_pipeline"}
+METHODS: Mapping[str, str] = {"Pipeline.advise": "rrfp.lab.advice.advice:AdvisedTrace"}
 
 #: By entry point group and name: what the registry of that group takes for built in.
 PLUGINS: Mapping[str, Mapping[str, str]] = {

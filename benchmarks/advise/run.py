@@ -30,7 +30,7 @@ from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
 from rrfp.lab.advice.causes import split_backward
-from rrfp.lab.advice.recorded import Recording, read_recording
+from rrfp.lab.advice.recorded import Recorded, read_recording
 from rrfp.lab.advice.replays import Method, Replayer, joined
 from rrfp.lab.traces.chrome_reader import read_chrome
 
@@ -70,7 +70,7 @@ def measure(settings: Settings, progress: Progress) -> list[Figures]:
     ]
 
 
-def predict(recording: Recording, job: Job) -> float:
+def predict(recording: Recorded, job: Job) -> float:
     """The mean step of the job on the recorded tasks and messages."""
     traced = recording.run.job
     assert traced is not None

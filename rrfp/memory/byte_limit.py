@@ -34,7 +34,7 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import ClassVar
 
 from rrfp.memory.held_bytes import HeldBytes, Owner
-from rrfp.memory.seen_sizes import Preview, SeenSizes
+from rrfp.memory.seen_sizes import KnownSizes, SeenSizes
 from rrfp.model.tasks import ENDING_KINDS, F, Kind
 
 
@@ -72,7 +72,7 @@ class ByteLimit:
         #: Forwards in flight whose signature no earlier one had.
         self._measured: set[Owner] = set()
         #: What was known of each microbatch, from its preview to its end.
-        self._previews: dict[Owner, Preview] = {}
+        self._previews: dict[Owner, KnownSizes] = {}
         #: Owners between forward and backward on this rank.
         self._before_backward: set[Owner] = set()
         self._to_come = [_LargestToCome(sizes, microbatches) for microbatches in visitors]
@@ -89,11 +89,11 @@ class ByteLimit:
 
     def preview(self, owner: Owner, input_bytes: int | None, signature: Hashable) -> None:
         """The forward of ``owner``, which has not started, is known better; see `rrfp.core.events.Previewed`."""
-        self._previews[owner] = Preview(self._size(owner), input_bytes, signature)
+        self._previews[owner] = KnownSizes(self._size(owner), input_bytes, signature)
 
     def run_ahead(self, owner: Owner, signature: Hashable) -> None:
         """The forward of ``owner`` starts before its inputs are here: no other has its ``signature``."""
-        self._previews.setdefault(owner, Preview(self._size(owner), None, signature))
+        self._previews.setdefault(owner, KnownSizes(self._size(owner), None, signature))
 
     def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
         """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.memory.rules`."""
@@ -121,9 +121,9 @@ class ByteLimit:
     def _size(self, owner: Owner) -> float | None:
         return None if self._sizes is None else self._sizes[owner[1]]
 
-    def _preview_of(self, owner: Owner) -> Preview:
+    def _preview_of(self, owner: Owner) -> KnownSizes:
         known = self._previews.get(owner)
-        return Preview(self._size(owner)) if known is None else known
+        return KnownSizes(self._size(owner)) if known is None else known
 
     def _expected(self, owner: Owner) -> int:
         """What the microbatch is expected to hold."""
@@ -141,7 +141,7 @@ class ByteLimit:
 
     def _room(self, chunk: int) -> int:
         """What the largest forward still to come on ``chunk`` is expected to hold."""
-        return self._seen.expect(chunk, Preview(self._to_come[chunk].size))
+        return self._seen.expect(chunk, KnownSizes(self._to_come[chunk].size))
 
     def _held_on(self, chunk: int) -> int:
         """What the microbatches hold that have run their forward on ``chunk``, and that their last task frees."""

@@ -7,7 +7,7 @@ chunk, over this step and the `REMEMBERED_STEPS` before it:
   raised what its forward had left, in bytes and in proportion. (After a split backward a microbatch keeps inputs and
   output gradients of its layers, which may be more than its activations were.)
 - for each signature of a forward the most that such a microbatch held;
-- for each number that is known of a forward before it runs (`Preview`) how bytes go with it: the least concave curve
+- for each number that is known of a forward before it runs (`KnownSizes`) how bytes go with it: the least concave curve
   (`ConcaveEnvelope`) that no microbatch seen was above, and by how much its expectations were wrong.
 
 So the microbatch's own bytes are expected: those of its signature where an earlier forward had it; else what the curve
@@ -109,7 +109,7 @@ _NO_MACHINE_HAS = 2.0**63
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class KnownSizes:
     """What is known of a microbatch on a chunk before its forward runs."""
 
     #: Of the microbatch, as the caller gives it, in any unit; None: not given.
@@ -126,7 +126,7 @@ class Preview:
 
 
 class _Scale:
-    """How the bytes of a chunk go with one of the numbers of `Preview`."""
+    """How the bytes of a chunk go with one of the numbers of `KnownSizes`."""
 
     def __init__(self) -> None:
         self.curve = ConcaveEnvelope()
@@ -164,7 +164,7 @@ class _Step:
 
     def __init__(self, num_chunks: int) -> None:
         self.largest = [Largest() for _ in range(num_chunks)]
-        self.scales = [[_Scale() for _ in Preview().numbers] for _ in range(num_chunks)]
+        self.scales = [[_Scale() for _ in KnownSizes().numbers] for _ in range(num_chunks)]
         #: By chunk, by how much what a backward sends is larger than what its microbatch held.
         self.left_over = [0] * num_chunks
         #: By chunk and signature of a forward; see `SeenSizes.saw_signature`.
@@ -228,7 +228,7 @@ class SeenSizes:
             self._all.cover(step)
         return self
 
-    def expect(self, chunk: int, preview: Preview) -> int:
+    def expect(self, chunk: int, preview: KnownSizes) -> int:
         """What a microbatch is expected to hold on ``chunk``; see the module's docstring."""
         if preview.signature is not None:
             shown = max(self._held_by(chunk, preview.signature))
@@ -239,7 +239,7 @@ class SeenSizes:
         known = [(scale.error, -scale.curve.at(number)) for number, scale in scales if number and scale.curve]
         return math.ceil(min(-min(known)[1], _NO_MACHINE_HAS)) if known else self._all.largest[chunk].held
 
-    def judge(self, chunk: int, num_bytes: int, preview: Preview) -> None:
+    def judge(self, chunk: int, num_bytes: int, preview: KnownSizes) -> None:
         """Compare what a forward on ``chunk`` has left with what was expected of it. Called before `saw`."""
         for number, of_step, of_all in zip(
             preview.numbers, self._steps[-1].scales[chunk], self._all.scales[chunk], strict=True
@@ -249,7 +249,7 @@ class SeenSizes:
                 of_step.judge(error)
                 of_all.judge(error)
 
-    def saw(self, chunk: int, num_bytes: int, preview: Preview = Preview()) -> None:
+    def saw(self, chunk: int, num_bytes: int, preview: KnownSizes = KnownSizes()) -> None:
         """A microbatch held so much on ``chunk`` after a task; ``preview``: what was known of it before."""
         for step in (self._steps[-1], self._all):
             step.largest[chunk].cover(held=num_bytes)

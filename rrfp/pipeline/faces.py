@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -33,6 +32,7 @@ from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, StepArguments, Ta
 from rrfp.runtime.steps.result import StepResult
 
 if TYPE_CHECKING:
+    from rrfp.lab.advice.advice import AdvisedTrace
     from rrfp.lab.advice.report import Advice
 
 P = ParamSpec("P")
@@ -167,7 +167,7 @@ class BlockingPipeline:
 
     def advise(self) -> Advice | None:
         """As `rrfp.Pipeline.advise`."""
-        with Advised(self._session) as advised:
+        with _advised(self._session) as advised:
             self._run(self._session.save_trace(advised.path, None, "all"))
             return advised.advice()
 
@@ -188,26 +188,10 @@ class BlockingPipeline:
         return self._session.statistics()
 
 
-class Advised:
-    """The trace of a pipeline in a folder of its own, and the advice on it where rank 0 is."""
-
-    def __init__(self, session: Session) -> None:
-        self._ranks = session.ranks
-        self._folder = tempfile.TemporaryDirectory(prefix="rrfp-advise-")
-        self.path = os.path.join(self._folder.name, "trace.json")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
-
-    def advice(self) -> Advice | None:
-        """Replay the steps, for seconds."""
-        if all(topology.rank for topology in self._ranks.topologies):
-            return None
-        advice: Advice = load(METHODS["Pipeline.advise"])(self.path, self._ranks.options.hint)
-        return advice
+def _advised(session: Session) -> AdvisedTrace:
+    """The trace of a pipeline that is to be advised on."""
+    trace: AdvisedTrace = load(METHODS["Pipeline.advise"])(session.ranks)
+    return trace
 
 
 def _wait(leaving: Future[None], timeout_s: float) -> None:
@@ -560,7 +544,7 @@ class PipelineHandle:
             PipelineAborted: if any rank failed.
             RrfpError: as `step`.
         """
-        with Advised(self._session) as advised:
+        with _advised(self._session) as advised:
             await self._run(self._session.save_trace(advised.path, None, "all"))
             return await asyncio.to_thread(advised.advice)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -12,7 +15,7 @@ from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, HintSpec, check_order, create_hint, default_hint
 from rrfp.lab.advice import causes
-from rrfp.lab.advice.recorded import RecordedStep, Recording, check_cores, read_recording
+from rrfp.lab.advice.recorded import Recorded, RecordedStep, check_cores, read_recording
 from rrfp.lab.advice.replays import Interval, Method, Replayer, Replays, hint_text, joined
 from rrfp.lab.advice.report import DOUBTFUL, WORTH, Advice, Cause, Setting
 from rrfp.lab.limit_texts import DEFAULT_LIMIT
@@ -21,6 +24,9 @@ from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, is_training
 from rrfp.memory.admission import Limit, bytes_of
 from rrfp.trace.job_data import REPLAY, TracedJob
+
+if TYPE_CHECKING:
+    from rrfp.pipeline.local_ranks import LocalRanks
 
 #: The most steps that are replayed, the newest.
 MOST_STEPS = 10
@@ -51,10 +57,27 @@ class Wishes:
             Limit.resolve(self.limit, 0, 1)
 
 
-def advise_pipeline(path: str, hint: HintSpec | None) -> Advice:
-    """The advice on the trace that a pipeline with ``hint`` has just written."""
-    # The file has the name of a hint; one of the caller's own cannot be made from its name.
-    return advise_file(path, Wishes(hint=None if isinstance(hint, str) else hint), title="pipeline")
+class AdvisedTrace:
+    """The trace of a pipeline in a folder of its own, and the advice on it where rank 0 is."""
+
+    def __init__(self, ranks: LocalRanks) -> None:
+        self._ranks = ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="rrfp-advise-")
+        self.path = os.path.join(self._folder.name, "trace.json")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def advice(self) -> Advice | None:
+        """Replay the steps, for seconds."""
+        if all(topology.rank for topology in self._ranks.topologies):
+            return None
+        hint = self._ranks.options.hint
+        # The file has the name of a hint; one of the caller's own cannot be made from its name.
+        return advise_file(self.path, Wishes(hint=None if isinstance(hint, str) else hint), title="pipeline")
 
 
 def advise_file(
@@ -83,7 +106,7 @@ class _Adviser:
     """Makes the advice on one recording."""
 
     def __init__(
-        self, name: str, recording: Recording, replicas: Sequence[TracedRun], wishes: Wishes, replay: Replayer
+        self, name: str, recording: Recorded, replicas: Sequence[TracedRun], wishes: Wishes, replay: Replayer
     ) -> None:
         self._name = name
         self._recording = recording
@@ -196,13 +219,13 @@ class _Adviser:
         yield "all messages", f"{_ms(mean)} each in the mean", self._replay(self._method, none)
 
     def _of_times(self) -> Iterator[Without]:
-        spread = causes.spread_of(self._steps)
-        sizes = np.concatenate(spread.sizes, axis=1)
+        factors = causes.factors_of(self._steps)
+        sizes = np.concatenate(factors.sizes, axis=1)
         text = f"tasks of a stage take {sizes.min():.2f} to {sizes.max():.2f} times the middle one by their microbatch"
-        yield "spread of microbatch sizes", text, self._replay(self._method, causes.without_sizes(self._steps, spread))
-        part = float(np.log(np.concatenate(spread.jitter, axis=1)).std())
+        yield "spread of microbatch sizes", text, self._replay(self._method, causes.without_sizes(self._steps, factors))
+        part = float(np.log(np.concatenate(factors.jitter, axis=1)).std())
         text = f"tasks differ by {part:.0%} beside that; messages of a link differ"
-        yield "jitter", text, self._replay(self._method, causes.without_jitter(self._steps, spread))
+        yield "jitter", text, self._replay(self._method, causes.without_jitter(self._steps, factors))
 
     def _of_waits(self) -> Iterator[Without]:
         method, steps = self._method, self._steps

@@ -23,7 +23,7 @@ SLOW_LINK = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class Factors:
     """How the times of tasks of one row differ, by step: factors around 1, a row a kind and virtual stage."""
 
     #: By the size of the microbatch.
@@ -32,7 +32,7 @@ class Spread:
     jitter: tuple[Matrix, ...]
 
 
-def spread_of(steps: Sequence[RecordedStep]) -> Spread:
+def factors_of(steps: Sequence[RecordedStep]) -> Factors:
     """What the tasks of all steps have in common by microbatch, and the rest."""
     logs = [_centred(_stacked(step.costs)) for step in steps]
     whole = np.concatenate(logs, axis=1)
@@ -42,7 +42,7 @@ def spread_of(steps: Sequence[RecordedStep]) -> Spread:
     cuts = np.cumsum([each.shape[1] for each in logs])[:-1]
     sizes = np.split(common, cuts, axis=1)
     rest = [log - size for log, size in zip(logs, sizes, strict=True)]
-    return Spread(tuple(map(np.exp, sizes)), tuple(map(np.exp, rest)))
+    return Factors(tuple(map(np.exp, sizes)), tuple(map(np.exp, rest)))
 
 
 def _stacked(costs: CostTable) -> Matrix:
@@ -76,23 +76,23 @@ def _divided(costs: CostTable, factors: Matrix) -> CostTable:
     return with_durations(costs, dict(zip(costs.durations, parts, strict=True)))
 
 
-def without_sizes(steps: Sequence[RecordedStep], spread: Spread) -> list[RecordedStep]:
+def without_sizes(steps: Sequence[RecordedStep], factors: Factors) -> list[RecordedStep]:
     """Microbatches of one size."""
-    pairs = zip(steps, spread.sizes, strict=True)
-    return [replace(step, costs=_divided(step.costs, factors)) for step, factors in pairs]
+    pairs = zip(steps, factors.sizes, strict=True)
+    return [replace(step, costs=_divided(step.costs, sizes)) for step, sizes in pairs]
 
 
-def without_jitter(steps: Sequence[RecordedStep], spread: Spread) -> list[RecordedStep]:
+def without_jitter(steps: Sequence[RecordedStep], factors: Factors) -> list[RecordedStep]:
     """Tasks that take what their microbatch and stage say, and messages of one link that take the same."""
     changed = []
-    for step, factors in zip(steps, spread.jitter, strict=True):
+    for step, jitter in zip(steps, factors.jitter, strict=True):
         costs = step.costs
         used = costs.used()
         even: Mapping[str, Any] = {
             name: np.where(used, _means(getattr(costs, name), used), 0.0)
             for name in ("latency_forward", "latency_backward")
         }
-        changed.append(replace(step, costs=replace(_divided(costs, factors), **even)))
+        changed.append(replace(step, costs=replace(_divided(costs, jitter), **even)))
     return changed
 
 

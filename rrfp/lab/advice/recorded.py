@@ -63,7 +63,7 @@ def with_durations(costs: CostTable, rows: Rows) -> CostTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recording:
+class Recorded:
     """The steps of a run that count."""
 
     run: TracedRun
@@ -103,7 +103,7 @@ class Recording:
         return None if by_stage is None else float(np.median(by_stage, axis=0).max())
 
 
-def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> Recording:
+def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> Recorded:
     """The newest training steps of a run, ``most`` at most.
 
     Steps of another number of microbatches than most are left out; too few steps are a ConfigError.
@@ -134,7 +134,7 @@ def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> 
         steps.append(_recorded(trace, step, table))
     traces = tuple(trace for trace, _ in pairs)
     executed = tuple(_executed(name, step, table.costs) for (_, step), table in zip(pairs, steps, strict=True))
-    return Recording(run, traces, tuple(steps), executed, reasons, messages, filled)
+    return Recorded(run, traces, tuple(steps), executed, reasons, messages, filled)
 
 
 def _traced(name: str, run: TracedRun, trace: StepTrace) -> TracedStep:
@@ -157,7 +157,7 @@ def _pairs(step: TracedStep) -> Iterator[tuple[Task, Task]]:
         yield from ((producer, task) for producer in graph.inputs(task) if producer in step.tasks)
 
 
-def check_cores(name: str, recording: Recording) -> None:
+def check_cores(name: str, recording: Recorded) -> None:
     """Refuse tasks that shared cores: they take longer while others run."""
     job = recording.run.job
     if job is not None and job.is_serial:
