@@ -57,11 +57,10 @@ class Arbiter:
         """Dispatch what is ready now, and offer what comes next. Another decision may be due afterwards."""
         self.is_due = False
         core = self._core
-        while core.num_in_flight < self._depth:
+        while (in_flight := core.num_in_flight) < self._depth:
             if (task := self._next()) is None:
                 break
             self._dispatch(task)
-        in_flight = core.num_in_flight
         if in_flight == self._depth and self._offers is not None:
             self._offers.revise()
         elif not in_flight:

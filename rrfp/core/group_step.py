@@ -113,10 +113,12 @@ class GroupStep:
 
     def enqueue(self, task: Task) -> tuple[ev.Instruction, ...]:
         """This rank enqueued ``task``: a follower obeys the log, a leader appends to it. Returns () outside a group."""
+        if self._group.size == 1:
+            return ()
         if self._group.follows:
             self.log.advance(task)
             return ()
-        return (ev.Order(self.log.append(task), task),) if self._group.size > 1 else ()
+        return (ev.Order(self.log.append(task), task),)
 
     def order(self, event: ev.Ordered) -> tuple[()]:
         """Follower: the leader's log has one entry more. What depends on it may be ordered next."""

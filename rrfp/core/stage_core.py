@@ -191,7 +191,8 @@ class StageCore:
         #: For a limit on bytes: by mode, since forward only a microbatch holds much less.
         self._seen_sizes = {mode: SeenSizes(graph.placement.chunks_of(stage)) for mode in Mode}
         self._durations = MeanDurations()
-        wants_events = type(hint).observe is not Hint.observe and not self.group.follows
+        self._follows = self.group.follows
+        wants_events = type(hint).observe is not Hint.observe and not self._follows
         self._observe = hint.observe if wants_events else None
         self._early: list[_Early] = []
         self._next_step = 0
@@ -222,7 +223,7 @@ class StageCore:
         step = self._step
         if step is None or self._is_aborted:
             return None
-        if self.group.follows:
+        if self._follows:
             entry = step.group.next()
             return None if entry is None else ev.Run(entry)
         ready = step.ready

@@ -338,7 +338,7 @@ class Step:
         self._durations.add(kind, state.chunk, event.seconds)
         if self.sizes is not None:
             self.seconds[kind is not F][m] += event.seconds
-        outputs.produce(state, task)
+        outputs.produce(state, wiring, task)
         consumed_of = outputs.consumed_of
         instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]
         self._settle_memory(state, task, event.held, event.output)

@@ -295,10 +295,9 @@ class Outputs:
         """A task that read an output completed, or a send released it."""
         refs.left[microbatch] -= 1
 
-    def produce(self, state: TaskState, task: Task) -> None:
+    def produce(self, state: TaskState, wiring: Wiring, task: Task) -> None:
         """``task`` completed: its output is on its way to every peer."""
         m = task.microbatch
-        wiring = state.wiring(m)
         peers, num_readers = wiring.peers, wiring.num_readers
         count = num_readers + len(peers)
         state.refs.left[m] = count

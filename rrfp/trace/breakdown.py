@@ -173,5 +173,5 @@ def _union(intervals: Iterable[tuple[float, float]], low: float, high: float) ->
 
 def _gaps(busy: Sequence[tuple[float, float]], low: float, high: float) -> deque[tuple[float, float]]:
     """The parts of ``low``..``high`` outside the disjoint intervals of ``busy``."""
-    edges = [low, *(edge for interval in busy for edge in interval), high]
-    return deque((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)
+    starts, ends = [low, *[end for _, end in busy]], [*[start for start, _ in busy], high]
+    return deque([gap for gap in zip(starts, ends, strict=True) if gap[1] > gap[0]])

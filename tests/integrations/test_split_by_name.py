@@ -224,6 +224,20 @@ class Alternating(Writer):
         return output["logits"] if self.training else output
 
 
+class Asking(Writer):
+    """In training it looks at its input."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        output = super().forward(tokens, mask)
+        return output["logits"] if self.training and tokens.shape[0] > 1 else output
+
+
+class Remembering(Writer):
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        self.last = super().forward(tokens, mask)
+        return self.last
+
+
 class Noisy(Writer):
     def forward(self, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
         output = super().forward(tokens, mask)
@@ -253,6 +267,11 @@ class Open(Writer):
     ("model", "message"),
     [
         (Alternating, "model is a Alternating whose forward does something else in training than in evaluation ("),
+        (Asking, "model is a Asking whose forward does something else in training than in evaluation ("),
+        (
+            Remembering,
+            "model is a Remembering whose forward torch.fx cannot follow (TypeError: a Remembering writes its ",
+        ),
         (Noisy, "model is a Noisy whose forward makes random numbers of its own, of a shape that does not depend on"),
         (
             Checked,
@@ -271,6 +290,9 @@ def test_a_refusal_names_the_line_and_leaves_torch_as_it_was() -> None:
     message = refusal(build(), check=False, sample={**SAMPLE, "tokens": [SAMPLE["tokens"]]})
     assert f", in {__file__}:" in message
     assert torch.arange is arange
+    model = build(Remembering)
+    refusal(model, sample=SAMPLE)
+    assert "last" not in vars(model)
     value = refusal(build(), at=[*AT, "norm.weight"])
     assert value == "at[3] is 'norm.weight', which a Writer lacks: must be names of submodules, each once"
 

@@ -44,6 +44,8 @@ class AdoptedGradients:
         Args:
             memory: from `memory_of`, of the backward of the same microbatch.
         """
+        if not self._gradless:
+            return
         for parameter in self._gradless:
             gradient = parameter.grad
             if gradient is not None and any(storage_pointer(inner) in memory for inner in inner_tensors(gradient)):

@@ -153,10 +153,11 @@ def _layered(model: Any, at: Any, sample: Sample | None) -> Layered:
         from rrfp.integrations.splitting.decoder import LayeredDecoder
 
         return LayeredDecoder(model)
-    unwrap = ": pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+    by_name = ", or come with at=, names of submodules ahead of which to cut it"
+    unwrap = ": pass model.get_base_model()" if hasattr(model, "get_base_model") else by_name
     raise ConfigError(
-        f"model is a {type(model).__name__}, must be a model of transformers, an nn.Sequential or a list of modules, "
-        f"or come with at=, names of submodules ahead of which to cut it{unwrap}"
+        f"model is a {type(model).__name__}, must be a model of transformers, an nn.Sequential or a list of "
+        f"modules{unwrap}"
     )
 
 

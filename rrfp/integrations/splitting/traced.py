@@ -136,12 +136,21 @@ class _Follower(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
 
     def follow(self, model: nn.Module) -> None:
-        before = set(vars(model))
+        paths = {name[:end] for name in self._at for end, letter in enumerate(name) if letter == "."}
+        before = {module: dict(vars(module)) for module in (model, *map(model.get_submodule, paths))}
         try:
             with _symbols_in_factories(self):
                 self.trace(model)
         finally:
-            self.constants = {name: vars(model).pop(name) for name in vars(model).keys() - before}
+            after = {module: dict(vars(module)) for module in before}
+            for module, attributes in before.items():
+                vars(module).clear()
+                vars(module).update(attributes)
+        for module, attributes in after.items():
+            for name in (name for name, value in attributes.items() if before[module].get(name, self) is not value):
+                if module is not model or not name.startswith("_tensor_constant"):
+                    raise TypeError(f"a {type(module).__name__} writes its attribute {name!r}")
+                self.constants[name] = attributes[name]
 
     def create_args_for_root(self, root_fn: Callable[..., Any], *_: Any) -> tuple[Callable[[], Any], list[Any]]:
         symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in self._given}
@@ -172,7 +181,7 @@ class _Follower(fx.Tracer):
 
     def decided(self, symbol: Any, asked: str) -> Any:
         """What the sample has there. A part refuses inputs for which it is otherwise."""
-        known = _ASKED[asked](self._value(symbol.node)) if self._known is None else next(self._known)
+        known = _ASKED[asked](self._value(symbol.node)) if self._known is None else next(self._known, False)
         self.decisions.append(known)
         if asked != "is_tensor":
             self.create_proxy("call_function", check_decided, (symbol, asked, known), {})

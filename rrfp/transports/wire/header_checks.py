@@ -158,8 +158,15 @@ class HeaderChecks:
         if len(items) > MAX_ITEMS:
             self.fail("body", f"has an array or a map of {len(items)} items, must have at most {MAX_ITEMS}")
         for item in items:
-            if type(item) not in _COMMON:
-                self._plain(item, depth - 1)
+            kind = type(item)
+            if kind in _COMMON or (kind is list and depth > 1 and _is_flat(item)):
+                continue
+            self._plain(item, depth - 1)
+
+
+def _is_flat(items: list[Any]) -> bool:
+    """Whether ``items`` are few enough, and scalars all of them."""
+    return len(items) <= MAX_ITEMS and _COMMON.issuperset(map(type, items))
 
 
 #: Faster than a union of the two.

@@ -147,7 +147,7 @@ def _cloned(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     # torch's copy of wider numbers is a segmentation fault where they are not aligned.
     if dtype.itemsize > _WORD_BYTES:
         return _over(_copy(buffer), dtype, shape)
-    return torch.frombuffer(buffer, dtype=dtype).view(shape).clone()
+    return _over(buffer, dtype, shape).clone()
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
