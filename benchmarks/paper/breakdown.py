@@ -55,7 +55,7 @@ def breakdown() -> Section:
 _RESTS = {
     "1F1B blocking": "rendezvous sends, spike latency",
     "1F1B eager": "eager sends, spike latency",
-    "BF, agreement": "an all-gather takes 120 us (fitted to this table); limit 32",
+    "BF, agreement": "a round takes 120 us; limit 32",
     "BF, leader": "a control message takes 60 us; limit 32",
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.split.backward import input_gradients
-from rrfp.compute.split.weight_rules import rules_work
+from rrfp.compute.split.weight_rules import RULES, rules_work
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,14 @@ def test_the_probe_does_not_depend_on_the_modes_of_the_thread(mode: AbstractCont
     rules_work.cache_clear()
     with mode:
         assert rules_work()
+
+
+def test_the_probe_says_where_torch_has_not_what_a_rule_reads() -> None:
+    rules_work.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RULES["AddmmBackward0"], "saved", ("_saved_gone",))
+        assert not rules_work()
+    rules_work.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8, 8), (2, 3, 8, 8)], ids=["an empty batch", "two images"])

@@ -39,6 +39,7 @@ def test_a_loss_of_weight_0_is_left_out(loss: float) -> None:
         (None, 0, "mean", 1.0, "microbatches is 0"),
         ([1.0, "two"], 2, "mean", 1.0, r"weights\[1\] is 'two', must be a finite number >= 0"),
         ([1.0], 2, "mean", 1.0, "weights has length 1, must have 2"),
+        ([1.0, 1.0, 1.0], 2, "mean", 1.0, "weights has length 3, must have 2"),
         ([1.0, -1.0], 2, "sum", 1.0, r"weights\[1\] is -1.0"),
         ([math.inf], 1, "mean", 1.0, r"weights\[0\] is inf"),
         ([math.nan], 1, "sum", 1.0, r"weights\[0\] is nan"),

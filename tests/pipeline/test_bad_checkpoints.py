@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import fork_server
 from torch import nn
+from transports.children import NEW_MOUNTS, NEW_USERS, NOT_PERMITTED, in_child, unshare
 
 from rrfp import checkpoint
 from rrfp.checkpoint.ranks import Ranks
 from rrfp.errors import ConfigError, RrfpError
+
+__all__ = ["fork_server"]
 
 SIZE = 16
 
@@ -207,23 +212,27 @@ def test_what_a_kept_link_leads_to_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(folder.iterdir()) == [third, fourth]
 
 
+def save_beside_a_mount(archive: Path, folder: Path) -> object:
+    user = os.geteuid()
+    if not unshare(NEW_MOUNTS | (NEW_USERS if user else 0)):
+        return NOT_PERMITTED
+    if user:
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    ctypes.CDLL(None).mount(b"none", b"/", None, (1 << 14) | (1 << 18), None)  # private, recursively
+    if subprocess.run(["mount", "--bind", archive, folder], capture_output=True, check=False).returncode:
+        return NOT_PERMITTED
+    checkpoint.save(folder.parent, nn.Linear(1, 1), step=2, keep=1)
+    return None
+
+
 def test_a_mount_point_among_the_checkpoints_keeps_its_contents(tmp_path: Path) -> None:
     """An archive that a container mounts there."""
-    program = f"""
-set -e
-mkdir -p {tmp_path}/archive {tmp_path}/runs/000001-step-1
-touch {tmp_path}/archive/.metadata
-mount --bind {tmp_path}/archive {tmp_path}/runs/000001-step-1
-{sys.executable} -c "
-from pathlib import Path
-from rrfp.checkpoint.folder import discard
-discard(Path('{tmp_path}/runs/000001-step-1'))
-"
-"""
-    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("namespaces are not permitted here")
-    subprocess.run(["unshare", "--map-root-user", "--mount", "sh", "-c", program], check=True, capture_output=True)
-    assert (tmp_path / "archive" / ".metadata").exists()
+    archive, folder = tmp_path / "archive", tmp_path / "runs" / "000001-step-1"
+    for each in (archive, folder):
+        each.mkdir(parents=True)
+    (archive / ".metadata").touch()
+    in_child(save_beside_a_mount, archive, folder)
+    assert (archive / ".metadata").exists()
 
 
 def test_what_a_kill_left_while_one_was_deleted_goes_with_the_next(tmp_path: Path) -> None:

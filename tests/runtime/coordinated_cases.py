@@ -233,11 +233,11 @@ def shards_are_summed_over_replicas_after_an_evaluation_too(rank: int) -> None:
 
 
 def train(pipe: BlockingPipeline, optimizer: torch.optim.Optimizer, inputs: list[Tensor], *, extra: bool) -> None:
-    """Steps, the third of which compares; another rank may return from it before it is ended by the abort."""
-    for step in range(4):
-        pipe.step(inputs, inputs)
+    """Steps, the fourth of which to reduce compares; another rank may return from it before the abort ends it."""
+    for step in range(6):
+        pipe.step(inputs, inputs, reduce_gradients=step > 0)
         optimizer.step()
-        if extra and step == 1:
+        if extra and step == 3:
             optimizer.step()
 
 
@@ -251,7 +251,7 @@ def an_optimizer_step_on_one_rank_is_found(rank: int) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         inputs = [torch.ones(2, WIDTH)] * 3
         topology = rrfp.Topology.from_env(**settings)
-        pipeline = rrfp.Pipeline(module, topology=topology, loss_fn=nn.functional.mse_loss, check_replicas=2)
+        pipeline = rrfp.Pipeline(module, topology=topology, loss_fn=nn.functional.mse_loss, check_replicas=3)
         text = (
             r"parameter 'weight' of virtual stage 1 has other values on stage 1, dp 1 \(rank 3\) than on stage 1, dp 0 "
             r"\(rank 2\)"

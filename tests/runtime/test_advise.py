@@ -10,7 +10,7 @@ from runtime.ranks import BATCH, ThreadedRanks
 from runtime.toys import loss_fn, stages
 
 import rrfp
-from rrfp.compute.program import StageProgram
+from rrfp import StageProgram
 from rrfp.errors import ConfigError
 from rrfp.hints.priorities import BackwardForward
 from rrfp.model.graph import TaskGraph

@@ -7,11 +7,11 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fork_server import TESTS, Ended, fork_server, run
 from on_device import DEPTH
 from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, placed, same_bits, stages
 from under_torchrun import reports
@@ -19,7 +19,7 @@ from under_torchrun import reports
 import rrfp
 from rrfp.lab.device_double import DoubleDevice
 
-TESTS = Path(__file__).parents[1]
+__all__ = ["fork_server"]
 
 #: Of each kind a test that reads, writes and frees as much as others do.
 SOME = (
@@ -45,12 +45,17 @@ ALL = (
 )
 
 
-def on_double(depth: int, tests: tuple[str, ...], timeout_s: float, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run tests over the double, with ``more`` options of the plugin."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+def on_double(depth: int, tests: tuple[str, ...], timeout_s: float, *more: str, forks: bool = False) -> Ended:
+    """Run tests over the double, with ``more`` options of the plugin; in a new interpreter where they fork others."""
     how = ["-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-p", "on_device", "--device-double", str(depth)]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *how, *more, "-m", "not long", *(str(TESTS / test) for test in tests)],
+    command = ["-m", "pytest", *how, *more, "-m", "not long", *(str(TESTS / test) for test in tests)]
+    if not forks:
+        has_imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # the fork server, the plugin
+        (ended,) = run(*command, *has_imported, timeout_s=timeout_s, cwd=TESTS.parent)
+        return ended
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         cwd=TESTS.parent,
         capture_output=True,
@@ -58,12 +63,13 @@ def on_double(depth: int, tests: tuple[str, ...], timeout_s: float, *more: str) 
         timeout=timeout_s,
         check=False,
     )
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float) -> None:
-    done = on_double(depth, tests, timeout_s)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    found = re.search(rf"device double: depth {depth}, (\d+) ranks", done.stdout)
+def run_on_double(depth: int, tests: tuple[str, ...], timeout_s: float, *, forks: bool = False) -> None:
+    done = on_double(depth, tests, timeout_s, forks=forks)
+    assert done.code == 0, str(done)[-10_000:]
+    found = re.search(rf"device double: depth {depth}, (\d+) ranks", done.output)
     assert found is not None
     assert int(found[1]) >= len(tests)
 
@@ -91,15 +97,15 @@ CALLER = "test_on_the_device_double.py::test_a_callers_work_reaches_the_step_and
 )
 def test_the_runtimes_tests_fail_on_a_wrong_lane(lane: str, test: str, problem: str) -> None:
     done = on_double(2, (f"runtime/{test}",), 140, "--device-lane", lane)
-    assert done.returncode == 1, done.stdout[-8000:] + done.stderr[-2000:]
-    assert problem in done.stdout, done.stdout[-8000:]
+    assert done.code == 1, str(done)[-10_000:]
+    assert problem in done.output, done.output[-8000:]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_runtimes_tests_hold_on_a_device(depth: int) -> None:
-    run_on_double(depth, ALL, timeout_s=1800)
+    run_on_double(depth, ALL, timeout_s=1800, forks=True)
 
 
 @pytest.mark.long

@@ -89,6 +89,7 @@ def test_without_a_secret_terms_that_no_rank_published_end_all(children: list[Ch
         assert "ranks found settings that no rank of this job has published in the rendezvous store" in end.text
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("variables", [{}, SECRET], ids=["no secret", "secret"])
 @pytest.mark.parametrize("value", [b"\xc1garbage", b""], ids=["garbage", "deleted"])
 def test_terms_that_are_garbage_or_gone_blame_no_rank(

@@ -1,10 +1,11 @@
-"""Kills and stops at random moments: no hang, no wrong name. 6 here, 100 in the long version."""
+"""Kills and stops at random moments: no hang, no wrong name. A few here, 100 in the long version."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from batches import long
 from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime.random_kills import Kill, Outcome, draw, report, run
 from runtime.test_processes import TRANSPORTS
@@ -15,13 +16,20 @@ from rrfp.transports.registry import TransportSpec
 SEED = 31
 
 
+def kills(seed: int, count: int, quick: int) -> pytest.MarkDecorator:
+    """The decorator for so many random kills, of which all but ``quick`` are long."""
+    drawn = draw(seed, count)
+    names = [f"{kill.how.name} of {kill.victim} in {kill.mesh}" for kill in drawn]
+    return pytest.mark.parametrize("kill", [*drawn[:quick], *map(long, drawn[quick:])], ids=names)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kill", draw(SEED, 6), ids=lambda kill: f"{kill.how.name} of {kill.victim} in {kill.mesh}")
+@kills(SEED, 6, quick=4)
 def test_a_rank_that_is_killed_or_stopped_is_named_by_all_others(kill: Kill, transport: str, tmp_path: Path) -> None:
     run(kill, tmp_path / "ranks", transport)
 
 
-@pytest.mark.parametrize("kill", draw(SEED + 2, 2), ids=lambda kill: f"{kill.how.name} of {kill.victim} in {kill.mesh}")
+@kills(SEED + 2, 2, quick=1)
 def test_it_is_named_over_encrypted_connections(kill: Kill, tmp_path: Path) -> None:
     run(kill, tmp_path / "ranks", curve)
 

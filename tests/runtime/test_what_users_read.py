@@ -221,8 +221,7 @@ FAILURES = {
     ("what", "how"),
     [
         ("kill", "record"),
-        ("refuse", "record"),
-        *(long(what, "record") for what in ("raise", "insecure", "start", "misspelt", "differ")),
+        *(long(what, "record") for what in ("raise", "refuse", "insecure", "start", "misspelt", "differ")),
         *(long(what, "plain") for what in FAILURES),
     ],
 )

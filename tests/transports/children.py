@@ -12,7 +12,7 @@ import pytest
 from fork_server import context
 
 #: Of unshare(2).
-NEW_MOUNTS, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x20000000, 0x40000000
+NEW_MOUNTS, NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 
 #: What a child returns if the system does not let it do its part.
 NOT_PERMITTED = "not permitted"

@@ -16,10 +16,10 @@ from rrfp.plain import number, whole
 CoordinationName = Literal["leader", "agreement"]
 COORDINATIONS: tuple[str, ...] = get_args(CoordinationName)
 
-#: Seconds of a scalar all-gather. The paper's Table 3 gives 156 us of coordination a task at TP 2 and 234 us at TP 4;
-#: at the 1.4 and 2.0 rounds a task that the simulation counts there, a round takes about this.
+#: Seconds of a proposal and its outcome. The paper's Table 3 has 156 us of coordination a task at TP 2 and 234 us at TP
+#: 4, failed rounds included: one or two of these.
 GATHER_SECONDS = 120e-6
-#: Seconds that a report or an order travels: one way, where an all-gather is there and back.
+#: Seconds that a report or an order travels: one way.
 CONTROL_SECONDS = GATHER_SECONDS / 2
 
 

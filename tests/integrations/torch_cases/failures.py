@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,14 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._utils import PipeliningMetadataError
 
 import rrfp
-
-
-@contextmanager
-def _without_a_launcher() -> Iterator[None]:
-    """Under torchrun a rank that failed at no fault of its own waits until the process at fault has ended."""
-    with patch.dict(os.environ):
-        os.environ.pop("TORCHELASTIC_RUN_ID", None)
-        yield
 
 
 class Writes(nn.Module):
@@ -47,10 +35,7 @@ def a_write_into_a_received_tensor_is_named() -> None:
     rank = Rank(1, 2, make=Writes)
     x, y = batch(0, 4)
     args, kwargs = rank.arguments(x, y, [])
-    with (
-        _without_a_launcher(),
-        pytest.raises(rrfp.PipelineAborted, match="StageError: Writes on stage 1 wrote into its input 0"),
-    ):
+    with pytest.raises(rrfp.PipelineAborted, match="StageError: Writes on stage 1 wrote into its input 0"):
         rank.schedule.step(*args, **kwargs)
 
 
@@ -66,13 +51,8 @@ class Reuses(Block):
 def a_write_into_a_returned_tensor_is_named() -> None:
     rank = Rank(1, 4, make=Reuses)
     args, kwargs = rank.arguments(*batch(0, 8), [])
-    with (
-        _without_a_launcher(),
-        pytest.raises(
-            rrfp.PipelineAborted,
-            match=r"StageError: Reuses on virtual stage 0 wrote in F1@0 into tensor .* it had returned in F0@0",
-        ),
-    ):
+    match = r"StageError: Reuses on virtual stage 0 wrote in F1@0 into tensor .* it had returned in F0@0"
+    with pytest.raises(rrfp.PipelineAborted, match=match):
         rank.schedule.step(*args, **kwargs)
 
 
@@ -98,7 +78,7 @@ def a_buffer_returned_by_the_last_stage_is_named() -> None:
         rank = Rank(1, 4, make=Counts, loss=lambda output, target: output.mean())
         args, kwargs = rank.arguments(*batch(0, 8), [])
         match = r"StageError: Counts on stage \d wrote into the output of microbatch 0 after it had returned it: return"
-        with _without_a_launcher(), pytest.raises(rrfp.PipelineAborted, match=match):
+        with pytest.raises(rrfp.PipelineAborted, match=match):
             getattr(rank.schedule, call)(*args, **kwargs)
 
 
@@ -113,7 +93,7 @@ def a_loss_that_is_written_later_is_named() -> None:
     rank = Rank(1, 4, loss=add_up)
     args, kwargs = rank.arguments(*batch(0, 8), [])
     match = r"StageError: Block on stage \d, or loss_fn, wrote into the loss of microbatch 0 after it had returned it"
-    with _without_a_launcher(), pytest.raises(rrfp.PipelineAborted, match=match):
+    with pytest.raises(rrfp.PipelineAborted, match=match):
         rank.schedule.step(*args, **kwargs, return_outputs=False)
 
 
@@ -135,7 +115,7 @@ def a_stage_that_raises_is_named_on_all_ranks() -> None:
     rank = Rank(1, 4, make=Fails)
     x, y = batch(0, 8)
     args, kwargs = rank.arguments(x, y, [])
-    with _without_a_launcher(), pytest.raises(rrfp.PipelineAborted) as failure:
+    with pytest.raises(rrfp.PipelineAborted) as failure:
         rank.schedule.step(*args, **kwargs)
     assert failure.value.origin.stage == 1
     assert str(failure.value.origin.task).startswith("F")
@@ -167,7 +147,7 @@ def errors_have_the_types_of_torch_on_all_ranks() -> None:
         for stage in rank.stages:
             stage._runtime_validate = True  # as at torch's debug level DETAIL
         args, kwargs = rank.arguments(*batch(0, 8), [])
-        with _without_a_launcher(), pytest.raises(kind, match="aborted by stage") as failure:
+        with pytest.raises(kind, match="aborted by stage") as failure:
             rank.schedule.step(*args, **kwargs)
         assert isinstance(failure.value, rrfp.PipelineAborted)
         assert isinstance(failure.value, PipeliningMetadataError) is (make is Wider)
@@ -209,7 +189,7 @@ def the_error_of_a_module_passes_unwrapped() -> None:
         FailsInBackward.calls = 0
         rank = Rank(1, 4, make=make, split=split)
         args, kwargs = rank.arguments(*batch(0, 8), [])
-        with _without_a_launcher(), pytest.raises(rrfp.PipelineAborted) as failure:
+        with pytest.raises(rrfp.PipelineAborted) as failure:
             rank.schedule.step(*args, **kwargs)
         origin = failure.value.origin
         assert str(origin.task).startswith(kind)
