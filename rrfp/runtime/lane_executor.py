@@ -202,7 +202,7 @@ class LaneExecutor:
         self._enqueued -= 1
         self.completed += 1
         self.running_since = execution.ended  # of the task behind it, if there is one
-        self._recorder.ran(task, execution.started, execution.ended, execution.launched)
-        self._device_waits.saw(task, execution)
         held, output = execution.result
+        self._recorder.ran(task, execution.started, execution.ended, execution.launched, held)
+        self._device_waits.saw(task, execution)
         self._on_completed(ev.Completed(task, held, execution.ended - execution.started, output))

@@ -26,6 +26,7 @@ from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
+from rrfp.trace.job_data import JOB, TracedJob
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
 Event = dict[str, Any]
@@ -35,6 +36,9 @@ STEPS_THREAD = 0
 
 #: An argument of a task on a device: when its call returned, in microseconds on the axis of the file.
 LAUNCHED = "launched"
+
+#: An argument of a task: the bytes that its microbatch holds on its virtual stage after it.
+BYTES = "bytes"
 
 #: The argument of a step that has the sizes of its microbatches.
 SIZES = "sizes"
@@ -51,11 +55,16 @@ _INSIDE = 1e-6
 
 
 def write_chrome(
-    path: str | os.PathLike[str], traces: Sequence[StepTrace], *, name: str = "pipeline", graph: TaskGraph | None = None
+    path: str | os.PathLike[str],
+    traces: Sequence[StepTrace],
+    *,
+    name: str = "pipeline",
+    graph: TaskGraph | None = None,
+    job: TracedJob | None = None,
 ) -> None:
     """Write the steps of one run to a file, replacing its content."""
-    stages = _stages(traces)
-    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)])
+    stages, other = _stages(traces), None if job is None else {JOB: job.to_plain()}
+    write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)], other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +211,8 @@ class _Step:
         }
         if span.launched is not None:
             args[LAUNCHED] = self._microseconds(span.launched)
+        if span.num_bytes:
+            args[BYTES] = span.num_bytes
         name = str(span.task) if self._graph is None else self._graph.text_of(span.task)
         return self._slice("computation", name, _thread(span.stage), span.start, span.end, args)
 

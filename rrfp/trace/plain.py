@@ -28,7 +28,7 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
         "step": trace.step,
         "start": trace.start,
         "end": trace.end,
-        "tasks": [[span.stage, str(span.task), *_times(span)] for span in trace.tasks],
+        "tasks": [[span.stage, str(span.task), span.num_bytes, *_times(span)] for span in trace.tasks],
         "waits": [[span.stage, span.cause.value, span.start, span.end] for span in trace.waits],
         "messages": [
             [span.source, span.target, str(span.task), span.sent, span.arrived, span.num_bytes]
@@ -49,9 +49,7 @@ def from_plain(data: Any) -> StepTrace:
         step=_whole("step", data["step"]),
         start=_time(data["start"]),
         end=_time(data["end"]),
-        tasks=tuple(
-            TaskSpan(_stage(stage), Task.parse(task), *_read_times(times)) for stage, task, *times in data["tasks"]
-        ),
+        tasks=tuple(_task_span(*plain) for plain in data["tasks"]),
         waits=tuple(
             WaitSpan(_stage(stage), _cause(cause), _time(start), _time(end))
             for stage, cause, start, end in data["waits"]
@@ -82,10 +80,12 @@ def _time_or_none(value: Any) -> float | None:
     return None if value is None else _time(value)
 
 
-def _read_times(times: list[Any]) -> tuple[float, ...]:
+def _task_span(stage: Any, task: Any, num_bytes: Any, *times: Any) -> TaskSpan:
     if len(times) not in (2, 3):
         raise ValueError(f"{len(times)} times of a task, must be 2 or 3")
-    return tuple(map(_time, times))
+    start, end, *launched = map(_time, times)
+    launch = launched[0] if launched else None
+    return TaskSpan(_stage(stage), Task.parse(task), start, end, launch, _whole("num_bytes", num_bytes))
 
 
 def _times(span: TaskSpan) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ class TaskSpan:
     """``task`` ran on ``stage`` from ``start`` to ``end``.
 
     ``launched``: where a device computes it, when its call on the host returned; that may be before ``start``.
+    ``num_bytes``: what its microbatch holds on its virtual stage after it.
     """
 
     stage: int
@@ -30,6 +31,7 @@ class TaskSpan:
     start: float
     end: float
     launched: float | None = None
+    num_bytes: int = 0
 
 
 @record
@@ -258,12 +260,12 @@ class Recorder:
         """Cause and beginning of the wait since the last task, if any."""
         return None if self._cause is None else (self._cause, self._cause_since)
 
-    def ran(self, task: Task, start: float, end: float, launched: float | None = None) -> None:
-        """``task`` has completed. ``launched``: see `TaskSpan`."""
+    def ran(self, task: Task, start: float, end: float, launched: float | None = None, num_bytes: int = 0) -> None:
+        """``task`` has completed. ``launched``, ``num_bytes``: see `TaskSpan`."""
         if self._cause is not None:
             self._end_wait(start)
             self._cause = None
-        self._ring.record(TaskSpan(self._stage, task, start, end, launched))
+        self._ring.record(TaskSpan(self._stage, task, start, end, launched, num_bytes))
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:

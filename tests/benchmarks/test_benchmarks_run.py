@@ -126,6 +126,16 @@ def test_trace_to_costs_predicts_every_method_in_both_workloads() -> None:
 
 
 @pytest.mark.long
+def test_advise_predicts_every_job() -> None:
+    document = quick("advise")
+
+    jobs = ["as recorded", "limit n", "limit 2n", "hint bf", "split", "twice as many microbatches"]
+    assert [figures["job"] for figures in document["figures"]] == jobs
+    for figures in document["figures"]:
+        assert min(figures["predicted"], figures["measured"]) > 0
+
+
+@pytest.mark.long
 def test_soak_samples_every_rank_and_names_what_grows() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "soak" / "run.py"), "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)

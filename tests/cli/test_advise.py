@@ -63,10 +63,7 @@ def test_json_has_the_same_figures(trace: Path) -> None:
         (("--run", "replica 2"), "run is 'replica 2', must be one of: replica 0, replica 1"),
         (("--steps", "4"), "--steps is 4, must be a whole number >= 5"),
         (("--skip-first", "-1"), "--skip-first is -1, must be a whole number >= 0"),
-        (
-            ("--limit", "all"),
-            "limit is 'all', must be a number of microbatches or one of: 1f1b, n, 2n, or a size such ",
-        ),
+        (("--limit", "all"), "limit is 'all', must be a number of microbatches or one of: 1f1b, n, 2n, auto"),
         (("--hint", "none"), "hint is 'none', must be one of: "),
         (("--strict", "none"), "strict is 'none', must be one of: "),
         (("--strict", "1f1b", "--hint", "bf"), "--hint goes without --strict: a schedule is the order of all tasks"),

@@ -96,7 +96,9 @@ def test_a_run_with_plugins_and_without_matplotlib(tmp_path: Path, monkeypatch: 
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["settings"]["limit"] == "n"
     assert max(summary["methods"]["First"]["peak_held"]) <= 2
-    events = json.loads((tmp_path / "out" / "trace-First.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "out" / "trace-First.json").read_text())
+    assert (trace["otherData"]["job"]["limit"], trace["otherData"]["job"]["strict"]) == ("n", None)
+    events = trace["traceEvents"]
     assert any(event["name"].startswith("W") for event in events if event.get("cat") == "computation")
     assert "…" not in result.stdout
     words = result.stdout.split()

@@ -120,6 +120,8 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
     assert link.seconds == pytest.approx(mean_seconds(steps, hint="bf", limit="n"), abs=ROUNDING_S)
     assert link.share.value > 0.05
     assert [each.name for each in advice.causes if each.name.startswith("link")] == ["link 1 - 2"]
+    longer = setting(advice, 'limit="auto"')
+    assert longer.seconds == pytest.approx(mean_seconds(slowed, hint="bf", limit="auto"), abs=ROUNDING_S)
     even = advice_on(recorded(tmp_path, steps, hint="bf", limit="n"), hint="bf", limit="n")
     assert not [each.name for each in even.causes if each.name.startswith("link")]
 
@@ -256,6 +258,41 @@ def test_a_pipelines_own_trace_says_how_it_ran_and_another_limit_gives_what_it_t
     assert advice.predicted == pytest.approx(np.mean(now), abs=ROUNDING_S)
     assert setting(advice, 'limit="n"').seconds == pytest.approx(np.mean(larger), abs=ROUNDING_S)
     assert not [line for line in advice.assumed if line.startswith(("hint", "limit"))]
+
+
+def test_a_limit_on_bytes_is_replayed_with_the_bytes_that_each_forward_left(tmp_path: Path) -> None:
+    """The runtime itself, in virtual time, with microbatches that hold very different amounts."""
+    steps, num_bytes = tables("mllm", 3, 8, jitter="J1", latency="none"), [9, 1, 7, 2, 8, 3, 1, 5]
+
+    def took(limit: str, path: Path | None = None) -> list[float]:
+        async def main() -> list[float]:
+            lanes = [TimerLane() for _ in range(3)]
+
+            def program(lane: TimerLane) -> EmulatedStage:
+                return EmulatedStage(
+                    TaskGraph.chain(3), lambda task: 0.0, spend=lane.spend, held=lambda m, v: 1000 * num_bytes[m]
+                )
+
+            programs = [program(lane) for lane in lanes]
+            transport = partial(SimulatedTransport, latency=latency)
+            options: Any = {"transport": transport, "lane": lanes.__getitem__, "loop": "caller"}
+            seconds = []
+            async with rrfp.local(programs, hint="bf", limit=limit, **options) as pipe:
+                for step in steps:
+                    for own in programs:
+                        own.durations = table_durations(step)
+                    seconds.append((await pipe.step(microbatches=8)).seconds)
+                if path is not None:
+                    await pipe.save_trace(path)
+            return seconds
+
+        return run_virtual(main())
+
+    now, larger = took("12kB", tmp_path / "trace.json"), took("24kB")
+    advice = advice_on(tmp_path / "trace.json")
+    assert advice.predicted == pytest.approx(np.mean(now), abs=ROUNDING_S)
+    assert advice.measured == pytest.approx(np.mean(now), abs=ROUNDING_S)
+    assert setting(advice, 'limit="24000B"').seconds == pytest.approx(np.mean(larger), abs=ROUNDING_S)
 
 
 def latency(stage: int, peer: int, message: Message) -> float:

@@ -12,10 +12,10 @@ from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, HintSpec, check_order, create_hint, default_hint
 from rrfp.lab.advice import causes
-from rrfp.lab.advice.recorded import RecordedStep, Recording, read_recording
+from rrfp.lab.advice.recorded import RecordedStep, Recording, check_cores, read_recording
 from rrfp.lab.advice.replays import Interval, Method, Replayer, Replays, hint_text, joined
 from rrfp.lab.advice.report import DOUBTFUL, WORTH, Advice, Cause, Setting
-from rrfp.lab.limit_texts import DEFAULT_LIMIT, counts_bytes
+from rrfp.lab.limit_texts import DEFAULT_LIMIT
 from rrfp.lab.simulation import planned_sizes, resolve_limits
 from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
 from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, is_training
@@ -70,6 +70,7 @@ def advise_file(
         raise ConfigError(f"run is {wishes.run!r}, must be one of: {', '.join(run.name for run in runs)}")
     name = title or f"{path}: {chosen.name}"
     recording = read_recording(name, chosen, skip_first=wishes.skip_first, most=wishes.steps)
+    check_cores(name, recording)
     replicas = [run for run in runs if run is not chosen]
     return _Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran)).advice()
 
@@ -252,7 +253,7 @@ class _Adviser:
         for limit in self._larger(method.limit):
             text, replays = f"limit={_quoted(limit)}", self._replay(replace(method, limit=limit))
             found.append(self._setting("memory limit", self._waited_for_memory(), text, replays, shows_held=True))
-        yield from _rising(found)
+        yield from _rising(sorted(found, key=lambda setting: setting.held))
 
     def _larger(self, limit: Limit | int | str) -> list[str | int]:
         stages, microbatches = self._stages, self._recording.costs.microbatches
@@ -263,7 +264,8 @@ class _Adviser:
         names = {1: "n", 2: "2n"}
         # One that takes all microbatches of the step is the last that differs.
         larger = [n for n in LIMITS if n * stages > least and (n - 1) * stages < microbatches]
-        return [names.get(n, n * stages) for n in larger]
+        auto = ["auto"] if limit != "auto" and max(map(self._recording.costs.chunks_of, range(stages))) == 1 else []
+        return [*auto, *(names.get(n, n * stages) for n in larger)]
 
     def _orders(self) -> Iterator[Setting]:
         method = self._method
@@ -340,8 +342,6 @@ class _Adviser:
             yield "a core for every task: the trace does not say how long threads waited for one"
         if method.hint is not None and not costs.split:
             yield "split=True: weight gradients take a third to a half of backward; a split trace has their times"
-        if method.hint is not None and counts_bytes(method.limit):
-            yield "bytes: every microbatch holds the same on a stage; the trace has the most that each stage held"
         if method.hint is not None and any(step.costs.sizes is None for step in self._steps):
             yield "step(sizes=...): sizes that follow the recorded times exactly"
         yield "recomputation, where there is any: as recorded, a part of backward"

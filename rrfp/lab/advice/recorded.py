@@ -106,8 +106,7 @@ class Recording:
 def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> Recording:
     """The newest training steps of a run, ``most`` at most.
 
-    Steps that differ in shape or number of microbatches from most are left out; too few steps, and tasks that shared
-    cores, are a ConfigError.
+    Steps of another number of microbatches than most are left out; too few steps are a ConfigError.
     """
     training = [trace for trace in run.steps if is_training(trace)]
     left_out = Counter({"evaluation(s)": len(run.steps) - len(training), "at the beginning": skip_first})
@@ -132,12 +131,10 @@ def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> 
     for trace, step in pairs:
         table, measured, absent = _table(name, step)
         messages, filled = messages + measured + absent, filled + absent
-        steps.append(_recorded(trace, step, _with_bytes(table, trace)))
+        steps.append(_recorded(trace, step, table))
     traces = tuple(trace for trace, _ in pairs)
     executed = tuple(_executed(name, step, table.costs) for (_, step), table in zip(pairs, steps, strict=True))
-    recording = Recording(run, traces, tuple(steps), executed, reasons, messages, filled)
-    _check_cores(name, recording)
-    return recording
+    return Recording(run, traces, tuple(steps), executed, reasons, messages, filled)
 
 
 def _traced(name: str, run: TracedRun, trace: StepTrace) -> TracedStep:
@@ -160,7 +157,8 @@ def _pairs(step: TracedStep) -> Iterator[tuple[Task, Task]]:
         yield from ((producer, task) for producer in graph.inputs(task) if producer in step.tasks)
 
 
-def _check_cores(name: str, recording: Recording) -> None:
+def check_cores(name: str, recording: Recording) -> None:
+    """Refuse tasks that shared cores: they take longer while others run."""
     job = recording.run.job
     if job is not None and job.is_serial:
         raise ConfigError(
@@ -172,15 +170,6 @@ def _check_cores(name: str, recording: Recording) -> None:
             f"{name}: tasks shared cores: a stage's thread waited for one for {part:.0%} of the time of its tasks, "
             f"must be at most {MOST_CORE_WAIT:.0%}: run fewer ranks on a host, or set OMP_NUM_THREADS=1"
         )
-
-
-def _with_bytes(costs: CostTable, trace: StepTrace) -> CostTable:
-    """The table with bytes, as if each chunk task of a stage held the same."""
-    by_stage = {e.stage: e.peaks.num_bytes / e.peaks.held for e in trace.peaks if e.peaks.held and e.peaks.num_bytes}
-    if len(by_stage) < costs.stages:
-        return costs
-    rows = np.array([by_stage[costs.stage_of(v)] for v in range(costs.num_virtual_stages)])
-    return replace(costs, held=np.repeat(rows[:, np.newaxis], costs.microbatches, axis=1))
 
 
 def _executed(name: str, step: TracedStep, costs: CostTable) -> ExecutedSchedule:

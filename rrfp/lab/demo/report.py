@@ -147,7 +147,8 @@ class DemoReport:
         (self._out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         traces = {method: self._traces(method) for method in self._settings.methods}
         for method, steps in traces.items():
-            write_chrome(self._out / f"trace-{method}.json", steps, name=method)
+            job = self._settings.methods[method].traced(self._settings.stages)
+            write_chrome(self._out / f"trace-{method}.json", steps, name=method, job=job)
         names = ["summary.json", *(f"trace-{method}.json" for method in traces)]
         if not has_picture:
             return names

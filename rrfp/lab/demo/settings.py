@@ -19,9 +19,11 @@ from rrfp.lab.demo.model import GptConfig
 from rrfp.lab.generators.profiles import microbatch_sizes
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout
+from rrfp.model.topology import Topology
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.options import complete
 from rrfp.plugins import named_or_loaded
+from rrfp.trace.job_data import TracedJob
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.registry import TRANSPORTS
 
@@ -47,6 +49,12 @@ class DemoMethod:
         hint = None if self.hint is None else named_or_loaded_hint(self.hint)
         cut = {"split": self.split, "chunks": self.chunks, "placement": self.placement}
         return {"strict": self.strict, "hint": hint, "limit": self.limit, **cut}
+
+    def traced(self, stages: int) -> TracedJob:
+        """What its traces say of it: its lanes are threads, which take offers."""
+        options: Any = self.options()
+        method = DispatchMethod(complete(options))
+        return replace(method.traced(Topology(0, stages), is_serial=False), takes_offers=True)
 
     def graph(self, stages: int) -> TaskGraph:
         """Its virtual stages on ``stages`` stages."""

@@ -18,7 +18,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
 from rrfp.plain import Reader, number, or_none, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
-from rrfp.trace.chrome import CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
+from rrfp.trace.chrome import BYTES, CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
 from rrfp.trace.job_data import JOB, TracedJob
 from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
@@ -217,7 +217,9 @@ class _Reader:
         if event["cat"] == "computation":
             args = event["args"]
             launched = _number(f"args.{LAUNCHED}", args[LAUNCHED]) / 1e6 if LAUNCHED in args else None
-            self._tasks[step].append(TaskSpan(stage, Task.parse(name.partition(" ")[0]), start, end, launched))
+            num_bytes = _whole(f"args.{BYTES}", args.get(BYTES, 0))
+            task = Task.parse(name.partition(" ")[0])
+            self._tasks[step].append(TaskSpan(stage, task, start, end, launched, num_bytes))
         else:
             self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
 

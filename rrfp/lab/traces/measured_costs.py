@@ -14,7 +14,7 @@ from rrfp.lab.traces.chrome_reader import TracedRun
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement, TablePlacement
 from rrfp.model.plain_graph import edge_names
-from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
+from rrfp.model.tasks import KINDS, SENT_TO, F, Kind, Mode, Side, Task
 from rrfp.model.visits import Visits
 from rrfp.trace.spans import Skip, StepTrace, TaskSpan
 
@@ -341,6 +341,7 @@ def table_of(
             row.name: _durations(steps, graph, kind, middle) if kind in shape.kinds else None
             for kind, row in KINDS.items()
         },
+        "held": _held(steps, graph, middle),
         "latency_forward": there,
         "latency_backward": back,
         "sizes": sizes,
@@ -386,6 +387,15 @@ def _durations(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle
         spans = [step.tasks[task] for step in steps if task in step.tasks]
         rows[v, m] = middle([span.end - span.start for span in spans]) if spans else 0.0
     return rows
+
+
+def _held(steps: Sequence[TracedStep], graph: TaskGraph, middle: Middle) -> Matrix | None:
+    """By virtual stage and microbatch, the bytes that a forward leaves; None where none is recorded."""
+    rows = np.zeros((len(graph.stage_of), steps[0].microbatches))
+    for v, m in np.ndindex(rows.shape):
+        left = [span.num_bytes for step in steps if (span := step.tasks.get(Task(F, m, v))) is not None]
+        rows[v, m] = middle(left) if left else 0.0
+    return rows if rows.any() else None
 
 
 def _latencies(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle: Middle) -> Matrix:
