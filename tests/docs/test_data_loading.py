@@ -18,6 +18,7 @@ FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^    \$ (.+)$", PAGE, re.MULTILINE)
 
 
+@pytest.mark.timeout(150)  # the first one with the wheel builds it
 def test_each_program_prints_the_same_losses_and_the_page_shows_them(
     shell: ForkedShell | Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^    \$ (.+)$", PAGE, re.MULTILINE)
 
 
+@pytest.mark.timeout(150)  # the first one with the wheel builds it
 def test_the_pipeline_prints_what_the_loop_without_one_does(shell: ForkedShell | Installed, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

@@ -12,12 +12,16 @@ import pytest
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, ProtocolError
 from rrfp.lab.emulated import Durations
+from rrfp.memory.round_trips import FollowedLimits, StageMeasure
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Task
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.topology import Topology
+from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
-from rrfp.transports.base import Message, MessageKind
+from rrfp.transports.base import Channel, Message, MessageKind
 
 #: Seconds of one microbatch's tasks on a stage, F + B: numbers that floats add exactly.
 PERIOD = 25 / 64
@@ -219,3 +223,25 @@ def test_gradients_do_not_depend_on_it_bit_by_bit() -> None:
         return [each.grad.numpy().tobytes() for each in parameters if each.grad is not None]
 
     assert gradients("auto") == gradients("1f1b")
+
+
+def follower(rank: int, mesh: Mesh) -> LimitFollower:
+    """That of a rank, whose messages go nowhere."""
+    limits = FollowedLimits(TaskGraph.chain(mesh.stages))
+    return LimitFollower(Topology.at(rank, mesh), limits, lambda rank, message: None, lambda: 0.0)
+
+
+def test_a_group_has_the_limit_of_what_its_leader_measured() -> None:
+    mesh = Mesh((("pp", 2), ("tp", 2)))
+    leader, other = StageMeasure(1.0, 0.0, {1: 1.5}), StageMeasure(1.0, 0.0, {1: 7.5})
+    for rank in range(2):  # both members of stage 0
+        each = follower(rank, mesh)
+        each.observe(Mode.TRAIN, [leader, other, StageMeasure(1.0), StageMeasure(1.0)])
+        assert each.microbatches == 4
+
+
+@pytest.mark.parametrize("body", [{}, {"number": 0, "back": True}, {"number": "0", "back": False}, {"back": None}])
+def test_an_echo_that_nobody_sent_ends_the_step_and_names_its_rank(body: dict[str, Any]) -> None:
+    message = Message(Channel.CONTROL, MessageKind.ECHO, body=body, sender=1)
+    with pytest.raises(ProtocolError, match="rank 1 sent back an echo that it did not get"):
+        follower(0, Mesh((("pp", 2),))).on_message(message)
