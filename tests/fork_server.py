@@ -61,7 +61,8 @@ def context() -> ForkServerContext:
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """For every module whose tests fork processes: starts the server outside of them."""
-    context()
+    if multiprocessing.parent_process() is None:  # else these tests run in a forked process, and fork none
+        context()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ CALLER = "test_on_the_device_double.py::test_a_callers_work_reaches_the_step_and
     ],
 )
 def test_the_runtimes_tests_fail_on_a_wrong_lane(lane: str, test: str, problem: str) -> None:
-    done = on_double(2, (f"runtime/{test}",), 140, "--device-lane", lane, forks=True)
+    done = on_double(2, (f"runtime/{test}",), 140, "--device-lane", lane)
     assert done.code == 1, str(done)[-10_000:]
     assert problem in done.output, done.output[-8000:]
 
