@@ -161,7 +161,7 @@ class _Engine:
                 if self._idle[stage] or self._takes_offers:
                     self._decide(stage, now)
         self._check_finished()
-        return self._record.result(tuple(core.peaks for core in self._cores))
+        return self._record.result(tuple(core.peaks for core in self._cores), self._bytes_after)
 
     def _apply(self, stage: int, event: Happening, now: float) -> None:
         if type(event) is ev.Completed:

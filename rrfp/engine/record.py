@@ -6,7 +6,7 @@ processor's caches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -78,14 +78,17 @@ class EngineRecord:
             self._waits.append(WaitSpan(stage, before[0], before[1], now))
         self._waiting[stage] = None if cause is None else (cause, now)
 
-    def result(self, peaks: tuple[Peaks, ...]) -> EngineResult:
-        """All of it."""
+    def result(self, peaks: tuple[Peaks, ...], bytes_after: Callable[[Task], int]) -> EngineResult:
+        """All of it; ``bytes_after`` a task its microbatch holds so many on its virtual stage."""
         makespan = max((ends[-1] for ends in self._ends if ends), default=0.0)
         stages = range(len(self._ran))
         for stage in stages:
             self.waits(stage, None, makespan)
         columns = zip(self._ran, self._starts, self._ends, strict=True)
-        spans = tuple(tuple(map(TaskSpan, repeat(stage), *here)) for stage, here in zip(stages, columns, strict=True))
+        spans = tuple(
+            tuple(map(TaskSpan, repeat(stage), *here, repeat(None), map(bytes_after, here[0])))
+            for stage, here in zip(stages, columns, strict=True)
+        )
         sources = [self._stage_of[task.virtual_stage] for task in self._sent]
         return EngineResult(
             makespan,

@@ -69,6 +69,11 @@ class Limit:
         if self.auto and self.rule != DEFAULT_RULE:
             raise ConfigError(f"limit: auto must be False with rule {self.rule!r}, must have rule {DEFAULT_RULE!r}")
 
+    def __repr__(self) -> str:
+        # States that were saved before ``auto`` was added have this text of a limit.
+        auto = ", auto=True" if self.auto else ""
+        return f"Limit(microbatches={self.microbatches}, bytes={self.bytes}, rule={self.rule!r}{auto})"
+
     def at(self, microbatches: int | None) -> Limit:
         """This limit with K, at most its own, where there is one; itself without.
 

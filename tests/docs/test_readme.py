@@ -23,10 +23,11 @@ COMMANDS = [
 ]
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
-#: What shortens a command that would take minutes, and by what; and what stands for one that needs a job that runs or
-#: has failed.
+#: What shortens a command that would take minutes, and by what; and what stands for one that needs a job that runs,
+#: has failed or has recorded several steps.
 SHORTER = {
     "rrfp demo": "rrfp demo --stages 2 --microbatches 4 --warm-up 0 --steps 1 --out .",
+    "rrfp advise FILE": "rrfp advise --help",
     "rrfp top": "rrfp top --help",
     "rrfp check replay LOG": "rrfp check replay --help",
     "rrfp check faults --runs 1000": "rrfp check faults --runs 20",
