@@ -31,7 +31,7 @@ def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) ->
 
 
 def step_of(name: str, method: Method, settings: Comparison, rank: int, stages: Stages, stack: ExitStack) -> Step:
-    """A step of one method, which torch's ones are told by their ``name``."""
+    """A step of one method; torch's schedules are recognised by their ``name``."""
     if method.runtime is Runtime.TORCH:
         return _torch_step(name, method, settings, rank, stages)
     return _rrfp_step(method, settings, rank, stages, stack)

@@ -109,7 +109,7 @@ def test_make_gpu_all_goes_on_after_a_part_that_fails_and_writes_as_it_goes(tmp_
 
 
 def await_end(process: int) -> None:
-    """Wait until a process has ended, whoever reaps it."""
+    """Wait until a process that may be no child has ended."""
     deadline, status = time.monotonic() + 10, Path(f"/proc/{process}/status")
     while status.exists() and "\nState:\tZ" not in status.read_text():
         assert time.monotonic() < deadline, "a process was left"

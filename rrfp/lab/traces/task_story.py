@@ -24,7 +24,7 @@ from rrfp.trace.spans import StepTrace
 def task_story(trace: StepTrace, num_stages: int, graph: TaskGraph | None, task: Task) -> list[tuple[float, str]]:
     """What happened to ``task``, and when, in seconds from the start of the step; see `rrfp.core.waiting.tell`."""
     if not is_training(trace):
-        raise ConfigError(f"step {trace.step} is an evaluation; stories are told of training steps")
+        raise ConfigError(f"step {trace.step} is an evaluation, must be a training step")
     step = traced_step(trace, num_stages, graph)
     whole = step.shape.to_graph()
     whole = replace(whole, split=tuple(Task(Kind.W, 0, v) in step.tasks for v in range(len(whole.stage_of))))

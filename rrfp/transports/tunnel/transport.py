@@ -94,7 +94,7 @@ class Arrivals:
     """Messages of one peer, passed on in the order of their channels, each once it is whole."""
 
     # ``on_failed`` takes the channel, the bytes and the error of a message that did not become whole. Where a P2P
-    # channel failed, those behind it wait for ever; an error of this process's device cost that message alone.
+    # channel failed, those behind it would never end; an error of this process's device cost that message alone.
 
     def __init__(
         self,
