@@ -226,6 +226,29 @@ def test_the_coordination_of_groups_is_told(tmp_path: Path) -> None:
     assert setting(advice, 'coordination="leader"').is_bound
 
 
+def job_seconds(
+    steps: Sequence[CostTable], limit: Any, path: Path | None, *, takes_offers: bool = False, **stage: Any
+) -> list[float]:
+    """What each step of a job takes on three stages in virtual time; its trace goes to ``path``."""
+
+    async def main() -> list[float]:
+        lanes = [TimerLane(takes_offers=takes_offers) for _ in range(3)]
+        programs = [EmulatedStage(TaskGraph.chain(3), lambda task: 0.0, spend=lane.spend, **stage) for lane in lanes]
+        transport = partial(SimulatedTransport, latency=latency)
+        options: Any = {"transport": transport, "lane": lanes.__getitem__, "loop": "caller"}
+        seconds = []
+        async with rrfp.local(programs, hint="bf", limit=limit, **options) as pipe:
+            for step in steps:
+                for program in programs:
+                    program.durations = table_durations(step)
+                seconds.append((await pipe.step(microbatches=8)).seconds)
+            if path is not None:
+                await pipe.save_trace(path)
+        return seconds
+
+    return run_virtual(main())
+
+
 @pytest.mark.parametrize("takes_offers", [False, True])
 def test_a_pipelines_own_trace_says_how_it_ran_and_another_limit_gives_what_it_takes(
     tmp_path: Path, takes_offers: bool
@@ -234,22 +257,7 @@ def test_a_pipelines_own_trace_says_how_it_ran_and_another_limit_gives_what_it_t
     steps = tables("mllm", 3, 8, jitter="J2", latency="none")
 
     def took(limit: Any, path: Path | None = None) -> list[float]:
-        async def main() -> list[float]:
-            lanes = [TimerLane(takes_offers=takes_offers) for _ in range(3)]
-            programs = [EmulatedStage(TaskGraph.chain(3), lambda task: 0.0, 8, spend=lane.spend) for lane in lanes]
-            transport = partial(SimulatedTransport, latency=latency)
-            options: Any = {"transport": transport, "lane": lanes.__getitem__, "loop": "caller"}
-            seconds = []
-            async with rrfp.local(programs, hint="bf", limit=limit, **options) as pipe:
-                for step in steps:
-                    for program in programs:
-                        program.durations = table_durations(step)
-                    seconds.append((await pipe.step(microbatches=8)).seconds)
-                if path is not None:
-                    await pipe.save_trace(path)
-            return seconds
-
-        return run_virtual(main())
+        return job_seconds(steps, limit, path, takes_offers=takes_offers, num_bytes=8)
 
     now, larger = took(rrfp.Limit(2), tmp_path / "trace.json"), took("n")
     advice = advice_on(tmp_path / "trace.json")
@@ -265,28 +273,7 @@ def test_a_limit_on_bytes_is_replayed_with_the_bytes_that_each_forward_left(tmp_
     steps, num_bytes = tables("mllm", 3, 8, jitter="J1", latency="none"), [9, 1, 7, 2, 8, 3, 1, 5]
 
     def took(limit: str, path: Path | None = None) -> list[float]:
-        async def main() -> list[float]:
-            lanes = [TimerLane() for _ in range(3)]
-
-            def program(lane: TimerLane) -> EmulatedStage:
-                return EmulatedStage(
-                    TaskGraph.chain(3), lambda task: 0.0, spend=lane.spend, held=lambda m, v: 1000 * num_bytes[m]
-                )
-
-            programs = [program(lane) for lane in lanes]
-            transport = partial(SimulatedTransport, latency=latency)
-            options: Any = {"transport": transport, "lane": lanes.__getitem__, "loop": "caller"}
-            seconds = []
-            async with rrfp.local(programs, hint="bf", limit=limit, **options) as pipe:
-                for step in steps:
-                    for own in programs:
-                        own.durations = table_durations(step)
-                    seconds.append((await pipe.step(microbatches=8)).seconds)
-                if path is not None:
-                    await pipe.save_trace(path)
-            return seconds
-
-        return run_virtual(main())
+        return job_seconds(steps, limit, path, held=lambda m, v: 1000 * num_bytes[m])
 
     now, larger = took("12kB", tmp_path / "trace.json"), took("24kB")
     advice = advice_on(tmp_path / "trace.json")
