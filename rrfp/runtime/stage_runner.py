@@ -161,7 +161,7 @@ class StageRunner:
             self._reporter.report(plan, trace),
             step=plan.batch.training_step,
             mode=step.mode,
-            microbatches=step.microbatches if deal is None else deal.given[self.topology.replica],
+            microbatches=step.microbatches if deal is None else deal.given(self.topology.replica),
             loss=losses.loss,
             losses=losses.by_microbatch,
             part_losses=losses.by_part,

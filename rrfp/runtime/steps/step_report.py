@@ -368,8 +368,16 @@ class StepReporter:
         # Before they have this report, the other ranks send nothing of the next step.
         seconds = trace.end - trace.start
         resources = self._meter.read(self._core.view.slots)
-        count = plan.step.microbatches
-        report = StageReport(self._topology.stage, seconds, parts, peaks, resources, size_correlation, count)
+        report = StageReport(
+            self._topology.stage,
+            seconds,
+            parts,
+            peaks,
+            resources,
+            size_correlation,
+            plan.step.microbatches,
+            sum(plan.sizes or ()),
+        )
         reports = await self._gather(plan, trace, report)
         measured = least([report.size_correlation for report in reports])
         if plan.step.mode is Mode.TRAIN and measured is not None:
