@@ -23,10 +23,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long long-site mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
+.PHONY: help setup demo test test-fast test-long long-site mutation figures lint fmt bench parity clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
 
 help:
-	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | parity | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -73,10 +73,14 @@ fmt: $(READY)
 	$(BIN)/ruff format $(CODE)
 
 # They take long, and measure no speed.
-OF_HOURS := benchmarks/soak/run.py benchmarks/suspend/run.py
+OF_HOURS := benchmarks/soak/run.py benchmarks/suspend/run.py benchmarks/parity/run.py
 
 bench: $(READY)
 	@set -e; for file in $(filter-out $(OF_HOURS),$(wildcard benchmarks/*/run.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+# Losses by readiness beside other ways to train: half an hour; ARGS=--full takes hours, and goes on where it was stopped.
+parity: $(READY)
+	$(BIN)/python benchmarks/parity/run.py $(ARGS)
 
 # The GPU targets use $(PYTHON) with its own torch and without .venv. They need no network: gpu-wheels, which does, is
 # run before on another machine, and out/gpu-wheels is carried to the one with the GPU.
