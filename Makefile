@@ -149,5 +149,6 @@ $(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) -r requirements.lock
 	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) --no-deps -r requirements-no-deps.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(BIN)/python rrfp/lab/report/library.py
 	@! $(PIP) check | grep --invert-match --extended-regexp '^(No broken requirements found|torchtitan )'
 	@echo "$(CURDIR)" > $@
