@@ -16,8 +16,8 @@ hint, limit: others beside bf and the default, all within 2n unless their name s
 whole backward, bfw and the default a split one.
 all of them: the paper's comparison, 1F1B with blocking messages beside bf and bfw.
 late readiness: every message is there, and reported so many milliseconds later.
-TP: PP 8 of two ranks each, whose tasks begin with a collective: a leader's orders beside an agreement by all-gather at
-every task, as the paper has it (benchmarks/tp has the columns).
+TP: in the first cell groups of two ranks a stage, whose tasks begin with a collective: a leader's orders beside an
+agreement by all-gather at every task, as the paper has it (benchmarks/tp has the columns).
 
 / bound: over the lower bound of the table, median, least and most. / base: over the method in the row's second column
 in the same rounds. engine: the same tables in the simulator, where the runtime and messages take no time. paper: on its
@@ -47,10 +47,10 @@ from benchmarks.mechanisms.figures import SIMULATED, Row, Simulated, plain, rows
 from benchmarks.mechanisms.messages import MessageTimes, messages_of
 from benchmarks.mechanisms.settings import METHODS, Settings
 from benchmarks.paper.claims import MESSAGE_MIDDLE, MESSAGE_SPREAD
-from benchmarks.shared.comparison import Cell
+from benchmarks.shared.comparison import Cell, Turn
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parser_of, report
+from benchmarks.shared.options import parser_of, report, text_of
 from benchmarks.shared.runs import steps_measured
 from benchmarks.shared.steps import Step
 from benchmarks.tp.settings import Settings as TpSettings
@@ -93,14 +93,15 @@ def main() -> None:
             print(f"{_MARK}: no round was undisturbed, and all are used")
         print(load.sentence())
 
-    report(arguments.json, document, tables)
+    report(arguments.json, document, tables, text_of)
 
 
 def _messages(settings: Settings, steps: Sequence[Step]) -> Iterator[MessageTimes]:
-    disturbed = {step.turn for step in steps if step.is_disturbed}
+    quiet = {step.turn for step in steps if step.turn.number and not step.is_disturbed}
+    known = {(cell, method) for cell, _, method in quiet}
 
     def is_used(cell: Cell, number: int, method: str) -> bool:
-        return (cell, number, method) not in disturbed
+        return Turn(cell, number, method) in quiet or (cell, method) not in known
 
     return messages_of(Path(settings.folder), settings.stages, is_used)
 
@@ -130,12 +131,10 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 def _tp_settings(arguments: argparse.Namespace) -> Iterator[TpSettings]:
     if arguments.no_tp:
         return
-    for name in dict.fromkeys(arguments.cells):
-        profile, jitter = CELLS[name]
-        if arguments.quick:
-            yield TpSettings(TP, 2, 4, 1, profile, jitter)
-            return
-        yield TpSettings(TP, STAGES, 32, 3, profile, jitter)
+    profile, jitter = CELLS[arguments.cells[0]]
+    yield (
+        TpSettings(TP, 2, 4, 1, profile, jitter) if arguments.quick else TpSettings(TP, STAGES, 32, 3, profile, jitter)
+    )
 
 
 def _rows_table(cell: Cell, rows: Sequence[Row]) -> Table:

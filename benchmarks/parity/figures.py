@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -103,12 +102,3 @@ def document_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         for each in outcomes
     ]
     return {"rows": [asdict(row) for row in rows_of(outcomes)], "trainings": trainings}
-
-
-def text_of(document: dict[str, Any]) -> str:
-    """JSON with a line for each row and each training."""
-    parts = [
-        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(each) for each in entries) + "\n]"
-        for name, entries in document.items()
-    ]
-    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -62,4 +62,5 @@ def _draw_differences(axes: Any, model: str, outcomes: Sequence[Outcome]) -> Non
     axes.set_yscale("log")
     title = f"{model}: difference of the evaluation loss from one process ({_NOTHING:g}: none)"
     axes.set_title(title, fontsize=9, loc="left")
-    axes.legend(fontsize=8, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)

@@ -1,7 +1,7 @@
 """Whether training by readiness gives the losses of other ways to train. Half an hour; everything takes hours.
 
-    python benchmarks/parity/run.py [--full] [--seeds SEED ...] [--iterations N] [--out DIR] [--results FILE]
-        [--picture FILE] [--quick] [--json]
+    python benchmarks/parity/run.py [--full] [--seeds SEED ...] [--iterations N] [--out DIR] [--kept]
+        [--results FILE] [--picture FILE] [--quick] [--json]
 
 A tiny GPT of Megatron-core, on four processes of one stage each, is trained by RRFP (the default hint with a split
 backward, bf, strict 1F1B; each with and without deterministic=True), by torch's 1F1B, by Megatron's own 1F1B, by RRFP
@@ -14,10 +14,10 @@ same bits: one sha256 of all losses by microbatch, of all evaluations and of the
 process. largest: the largest difference of an iteration's mean loss from one process. evaluated: the same for the loss
 of evaluations. of seeds: the largest such difference over the one between the seeds at that evaluation.
 
-Trainings that have ended are kept in --out and not repeated, so a run that was stopped goes on where it was. It
-measures no speed, so the machine may have other things to do. It needs megatron-core: the development environment has
-it. Ends with exit code 1 if a method that is to have one process's bits has others. `--quick` only shows that
-everything runs.
+Trainings that have ended are kept in --out and not repeated, so a run that was stopped goes on where it was; --kept
+reports what is there. It measures no speed, so the machine may have other things to do. It needs megatron-core: the
+development environment has it. Ends with exit code 1 if a method that is to have one process's bits has others.
+`--quick` only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.parity.figures import Outcome, Row, document_of, rows_of, text_of
+from benchmarks.parity.figures import Outcome, Row, document_of, rows_of
 from benchmarks.parity.plot import plot
 from benchmarks.parity.settings import (
     EVALUATED_EVERY,
@@ -48,7 +48,7 @@ from benchmarks.parity.settings import (
     wanted,
 )
 from benchmarks.shared.figures import table_of
-from benchmarks.shared.options import parser_of
+from benchmarks.shared.options import parser_of, text_of
 from benchmarks.shared.workers import run_workers
 
 
@@ -58,7 +58,10 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) if arguments.quick else arguments.out
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = [outcome for settings in _settings(arguments) for outcome in trained(settings, folder)]
+        every = list(_settings(arguments))
+        if arguments.kept:
+            every = [replace(each, methods=tuple(kept_of(each, folder))) for each in every]
+        outcomes = [outcome for settings in every for outcome in trained(settings, folder)]
     rows, document = list(rows_of(outcomes)), document_of(outcomes)
     if arguments.results:
         arguments.results.write_text(text_of(document))
@@ -92,6 +95,11 @@ def trained(settings: Settings, folder: Path) -> Iterator[Outcome]:
         yield Outcome.of(json.loads(path.read_text()))
 
 
+def kept_of(settings: Settings, folder: Path) -> Iterator[str]:
+    """The methods whose trainings are in ``folder``."""
+    return (name for name in settings.methods if (folder / f"{_file_of(settings, name)}.json").exists())
+
+
 def _file_of(settings: Settings, method: str) -> str:
     parts = settings.model, settings.seed, settings.iterations, settings.evaluated_every, settings.microbatches, method
     return re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, parts)).lower())
@@ -111,6 +119,7 @@ def _settings(arguments: argparse.Namespace) -> Iterator[Settings]:
 def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--full", action="store_true", help="every seed by every method, and the multimodal model")
+    parser.add_argument("--kept", action="store_true", help="train nothing; report the trainings that are kept")
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS, help="these only")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of each training, at least 1")
     parser.add_argument("--out", type=Path, default=Path("out/parity"), help="where trainings are kept")
@@ -132,7 +141,7 @@ def _table(rows: list[Row]) -> Table:
     table = table_of(f"{rows[0].model}, seed {rows[0].seed}", "method", *columns)
     for row in rows:
         bits = "yes" if row.same_bits else "NO" if row.fixes_bits else "no"
-        beside = "-" if row.of_spread is None else f"{row.of_spread:.2%}"
+        beside = "-" if row.of_spread is None else f"{100 * row.of_spread:.2g}%"
         cells = f"{row.last:.6f}", bits, row.sha256[:12], f"{row.largest:.1e}", f"{row.largest_evaluated:.1e}", beside
         table.add_row(row.method, *cells)
     return table

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from fork_server import fork_server, printed
 
-from benchmarks.parity.figures import Outcome, document_of, rows_of, text_of
-from benchmarks.parity.run import trained
+from benchmarks.parity.figures import Outcome, document_of, rows_of
+from benchmarks.parity.run import kept_of, trained
 from benchmarks.parity.settings import GPT, METHODS, MULTIMODAL, ONE_PROCESS, SEEDS, STAGES, Settings, wanted
+from benchmarks.shared.options import text_of
 
 __all__ = ["fork_server"]
 
@@ -86,6 +87,7 @@ def test_trainings_that_are_kept_do_not_run_again(tmp_path: Path) -> None:
         (tmp_path / f"gpt-42-2-50-8-{name}.json").write_text(json.dumps(line))
     assert list(trained(settings, tmp_path)) == kept
     assert list(trained(replace(settings, methods=("bf",)), tmp_path)) == kept[1:]
+    assert list(kept_of(replace(settings, methods=("torch 1F1B", "bf")), tmp_path)) == ["bf"]
 
 
 def test_one_seed_is_trained_by_every_method_and_the_others_show_the_spread() -> None:
