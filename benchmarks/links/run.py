@@ -11,7 +11,7 @@ milliseconds are divided by it.
 
 **Processes**, one a stage under torchrun: torch's 1F1B and ZBV over gloo, and RRFP over its default transport, strict
 1F1B with a whole backward, else the default hint with a split one. All methods alternate by step; before the measured
-rounds of a setting each runs a step, ``auto`` five. Medians of undisturbed steps (see benchmarks/against_torch/run.py);
+rounds of a setting each runs a step, ``auto`` five. Medians of undisturbed steps (see benchmarks/peers/run.py);
 "*" where all were disturbed. "simulated" is the engine's time for RRFP's methods.
 
 **--simulate** has every method and every setting, whole and split, by the engine. The bound is that of any order of

@@ -8,23 +8,26 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from benchmarks.integrations import settings as integrations
+from benchmarks.integrations.settings import Place, Way, torch_way
 from benchmarks.links.simulated import LINKS, MILLISECONDS
-from benchmarks.shared.comparison import Cell, Comparison, Method, Runtime, Turn
+from benchmarks.shared.comparison import Cell, Runtime, Turn
 from benchmarks.shared.tables import Form
 from rrfp.costs import CostTable
 from rrfp.model.placement import Placement
 from rrfp.pipeline.options import OptionArguments
 
 
-def _rrfp(form: Form, **options: Any) -> Method:
-    return Method(Runtime.RRFP, form, cast("OptionArguments", {**options, "split": form is Form.SPLIT}))
+def _rrfp(form: Form, **options: Any) -> Way:
+    own = cast("OptionArguments", {**options, "split": form is Form.SPLIT})
+    return Way(Runtime.RRFP, form, own, place=Place.PIPELINE)
 
 
 TORCH_1F1B, TORCH_ZBV, STRICT, AUTO = "torch 1F1B", "torch ZBV", "strict 1f1b", "auto"
 
-METHODS: Mapping[str, Method] = {
-    TORCH_1F1B: Method(Runtime.TORCH, Form.WHOLE),
-    TORCH_ZBV: Method(Runtime.TORCH, Form.V),
+METHODS: Mapping[str, Way] = {
+    TORCH_1F1B: torch_way("Schedule1F1B", Form.WHOLE),
+    TORCH_ZBV: torch_way("ScheduleZBVZeroBubble", Form.V),
     STRICT: _rrfp(Form.WHOLE, strict="1f1b"),
     "n": _rrfp(Form.SPLIT, limit="n"),
     "2n": _rrfp(Form.SPLIT, limit="2n"),
@@ -36,13 +39,13 @@ UNMEASURED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(Comparison):
+class Settings(integrations.Settings):
     """See `Comparison`: profiles are slow links by name, jitters their milliseconds.
 
     ``pace`` is by how much tasks and delays are longer than PipeMorph's.
     """
 
-    METHODS: ClassVar[Mapping[str, Method]] = METHODS
+    METHODS: ClassVar[Mapping[str, Way]] = METHODS
     PEERS: ClassVar[tuple[str, ...]] = (TORCH_1F1B, TORCH_ZBV)
 
     pace: float = 1.0
