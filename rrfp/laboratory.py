@@ -60,6 +60,8 @@ COMMANDS: Mapping[str, str] = {
     "trace": "rrfp.lab.commands.trace:trace",
     "costs": "rrfp.lab.commands.costs:costs",
     "advise": "rrfp.lab.commands.advise:advise",
+    "plan": "rrfp.lab.commands.plan:plan",
+    "report": "rrfp.lab.commands.report:report",
     "simulate": "rrfp.lab.commands.simulate:simulate",
     "sweep": "rrfp.lab.commands.sweep:sweep",
     "check faults": "rrfp.lab.commands.check_faults:faults",
@@ -70,12 +72,17 @@ COMMANDS: Mapping[str, str] = {
 #: Classes of commands whose help and checks are their own.
 COMMAND_CLASSES: Mapping[str, str] = {
     "advise": "rrfp.lab.commands.advise:AdviseCommand",
+    "plan": "rrfp.lab.commands.advise:AdviseCommand",
     "simulate": "rrfp.lab.commands.simulate:SimulateCommand",
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }
 
 #: Methods of the product that compute in the laboratory.
-METHODS: Mapping[str, str] = {"Pipeline.advise": "rrfp.lab.advice.advice:AdvisedTrace"}
+METHODS: Mapping[str, str] = {
+    "Pipeline.advise": "rrfp.lab.advice.advice:AdvisedTrace",
+    "Pipeline._repr_html_": "rrfp.lab.report.inline:pipeline_html",
+    "StepTrace._repr_html_": "rrfp.lab.report.inline:trace_html",
+}
 
 #: By entry point group and name: what the registry of that group takes for built in.
 PLUGINS: Mapping[str, Mapping[str, str]] = {

@@ -4,7 +4,7 @@
         [--rounds N] [--quick] [--json [FILE]]
 
 One process a rank, under torchrun, builds stock stages around modules that sleep a cost table's time, as in
-benchmarks/against_torch. All schedules of a layout run the very same stage objects, alternating by step: all have the
+benchmarks/peers. All schedules of a layout run the very same stage objects, alternating by step: all have the
 same table in a round. torch's messages travel by gloo, RRFP's by its default transport.
 
 schedules: torch's Schedule1F1B (one stage a rank), ScheduleInterleaved1F1B (looped, two) and ScheduleZBVZeroBubble (in
@@ -27,7 +27,7 @@ costs with the method's hint, limit and order, and messages that take no time (f
 Megatron's do), and processor time a task beside that of Megatron's schedule. Without jitter all is run once more with
 messages of 4 KiB, whose processor time is the runtimes' alone.
 
-The columns, the rule for undisturbed steps and the checks of every step are those of benchmarks/against_torch.
+The columns, the rule for undisturbed steps and the checks of every step are those of benchmarks/peers.
 "/ bound" is over the lower bound for whole tasks on one chunk, "/ own bound" over that of the method's own table; in
 the case they are one. "held" is the most microbatches on the worst rank, and the sum over all ranks.
 

@@ -41,11 +41,29 @@ def check_comparison(parser: argparse.ArgumentParser, arguments: argparse.Namesp
         parser.error(f"--json is {arguments.json}, must be a file in a folder that exists")
 
 
-def report(json_file: str | None, document: Mapping[str, Any], tables: Callable[[], None]) -> None:
+def report(
+    json_file: str | None,
+    document: Mapping[str, Any],
+    tables: Callable[[], None],
+    text_of: Callable[[Mapping[str, Any]], str] = json.dumps,
+) -> None:
     """Print ``tables``, or the document instead; or print the tables and write the document to a file."""
     if json_file == "":
-        print(json.dumps(document))
+        print(text_of(document))
         return
     tables()
     if json_file:
-        Path(json_file).write_text(json.dumps(document))
+        Path(json_file).write_text(text_of(document))
+
+
+def text_of(document: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry of lists and mappings, so that two runs can be compared by line."""
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines_of(value)}" for name, value in document.items()) + "\n}\n"
+
+
+def _lines_of(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    if isinstance(value, dict) and value:
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()) + "\n}"
+    return json.dumps(value)

@@ -32,7 +32,7 @@ from rrfp.runtime.steps.plan import Plan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
-from rrfp.trace.spans import StageSlots
+from rrfp.trace.spans import StageSlots, StepTrace
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -263,9 +263,9 @@ class StageRunner:
         return failure_of(error, self.topology).error()
 
     @property
-    def has_traces(self) -> bool:
-        """Whether the trace of a step is kept."""
-        return self._saver.has_any
+    def newest_trace(self) -> StepTrace | None:
+        """The newest trace that is kept. May be read on any thread."""
+        return self._saver.newest
 
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread."""
