@@ -33,7 +33,7 @@ def main() -> None:
             steps[name] = step_of(method, settings, rank, stages, stack)
 
         def prepare(turn: Turn) -> None:
-            delays.set(*settings.delay_of(turn.cell))
+            delays.set(*settings.delay_of(turn))
 
         run_turns(settings, stages, steps, prepare)
         delays.set((), 0.0)
