@@ -74,7 +74,6 @@ def test_the_room_of_those_that_limit_bytes_counts() -> None:
 
 def test_a_stage_says_how_many_average_microbatches_its_bytes_have_room_for() -> None:
     script = Script(TaskGraph.chain(2), 1, microbatches=0, limit=Limit(bytes=30))
-    assert script.core.byte_room is None
     script.step = StepId(0, Mode.TRAIN, 2)
     script.told(ev.StepOpened(0, Mode.TRAIN, 2))
     for m, (held, output) in enumerate([(4, 1), (10, 0)]):
