@@ -60,6 +60,7 @@ COMMANDS: Mapping[str, str] = {
     "trace": "rrfp.lab.commands.trace:trace",
     "costs": "rrfp.lab.commands.costs:costs",
     "advise": "rrfp.lab.commands.advise:advise",
+    "plan": "rrfp.lab.commands.plan:plan",
     "report": "rrfp.lab.commands.report:report",
     "simulate": "rrfp.lab.commands.simulate:simulate",
     "sweep": "rrfp.lab.commands.sweep:sweep",
@@ -71,6 +72,7 @@ COMMANDS: Mapping[str, str] = {
 #: Classes of commands whose help and checks are their own.
 COMMAND_CLASSES: Mapping[str, str] = {
     "advise": "rrfp.lab.commands.advise:AdviseCommand",
+    "plan": "rrfp.lab.commands.advise:AdviseCommand",
     "simulate": "rrfp.lab.commands.simulate:SimulateCommand",
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }

@@ -21,6 +21,7 @@ from rrfp.pipeline.faces import PipelineHandle
 from rrfp.pipeline.loop_thread import LoopChoice, check_loop
 from rrfp.pipeline.options import OptionArguments, complete
 from rrfp.pipeline.partition import StagePart, check_modules
+from rrfp.pipeline.plan_file import Plan, PlanSpec
 from rrfp.runtime.start.failed_start import FailedStarts
 from rrfp.transports.base import Rendezvous
 from rrfp.transports.rendezvous import LocalRendezvous, StoreRendezvous
@@ -69,6 +70,9 @@ class Pipeline(PipelineHandle):
             values must be equal when the pipeline is entered. At the end of a step each copy's ``.grad`` is the sum of
             all copies' gradients, so optimizers that do the same keep them equal.
         graph: of a model whose parts form no chain; the same on all ranks.
+        plan: a file that `rrfp plan` wrote, or the dict in it: the hint, limit, split and placement, which are then not
+            passed. The module must have as many chunks as it says; that the model is cut as it says, `rrfp.split` sees
+            to, which takes it too.
         options: see `rrfp.pipeline.options.Options`.
 
     Raises:
@@ -88,6 +92,7 @@ class Pipeline(PipelineHandle):
         loop: LoopChoice = "own",
         ties: Ties | None = None,
         graph: Graph | None = None,
+        plan: PlanSpec | None = None,
         **options: Unpack[OptionArguments],
     ) -> None:
         label = ""
@@ -110,8 +115,10 @@ class Pipeline(PipelineHandle):
                 with faults.kept():
                     own = _topology(topology, mesh, coordinate=coordinate, reduce=reduce)
                 with faults.kept():
+                    if plan is not None and own is not None:
+                        options = Plan.read(plan).options(options, own.stages)
                     settings = complete(
-                        options, "topology, mesh, coordinate, reduce, rendezvous, name, loop, ties, graph"
+                        options, "topology, mesh, coordinate, reduce, rendezvous, name, loop, ties, graph, plan"
                     )
                 with faults.kept():
                     check_rendezvous(rendezvous)
@@ -145,6 +152,7 @@ class LocalPipeline(PipelineHandle):
         loop: LoopChoice = "own",
         ties: Ties | Sequence[Ties] | None = None,
         graph: Graph | None = None,
+        plan: PlanSpec | None = None,
         **options: Unpack[OptionArguments],
     ) -> None:
         rendezvous = LocalRendezvous()
@@ -155,9 +163,12 @@ class LocalPipeline(PipelineHandle):
         try:
             with Faults() as faults:
                 with faults.kept():
-                    settings = complete({"transport": "inproc", "lock_watch": False, **options}, "loop, ties, graph")
-                with faults.kept():
                     check_modules(modules)
+                    if plan is not None:
+                        options = Plan.read(plan).options(options, len(modules))
+                with faults.kept():
+                    passed: OptionArguments = {"transport": "inproc", "lock_watch": False, **options}
+                    settings = complete(passed, "loop, ties, graph, plan")
                 with faults.kept():
                     check_loop(loop)
             topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
@@ -174,6 +185,7 @@ def local(
     loop: LoopChoice = "own",
     ties: Ties | Sequence[Ties] | None = None,
     graph: Graph | None = None,
+    plan: PlanSpec | None = None,
     **options: Unpack[OptionArguments],
 ) -> LocalPipeline:
     """All stages of a pipeline in one process, over the ``inproc`` transport: for tests, debugging and small models.
@@ -188,6 +200,7 @@ def local(
         ties: as in `Pipeline`, with all copies by name, or a list with one such dict for each stage. A parameter object
             that several modules share is tied without being named.
         graph: as in `Pipeline`.
+        plan: as in `Pipeline`.
         options: see `rrfp.pipeline.options.Options`; ``transport`` is ``"inproc"`` and ``lock_watch`` False by
             default.
 
@@ -197,7 +210,7 @@ def local(
     Raises:
         ConfigError: for unknown arguments or values that do not fit; names all of them and the allowed values.
     """
-    return LocalPipeline(modules, loop=loop, ties=ties, graph=graph, **options)
+    return LocalPipeline(modules, loop=loop, ties=ties, graph=graph, plan=plan, **options)
 
 
 def _topology(topology: Topology | None, mesh: DeviceMesh | None, **dims: Sequence[str] | None) -> Topology:

@@ -40,12 +40,7 @@ class TracedJob:
 
     def to_plain(self) -> dict[str, Any]:
         """JSON-able data."""
-        plain = {name: getattr(self, name) for name in _READERS}
-        if isinstance(self.limit, Limit):
-            plain["limit"] = asdict(self.limit)
-        elif self.limit is not None and not isinstance(self.limit, str):
-            plain["limit"] = operator.index(self.limit)  # of numpy, perhaps
-        return plain
+        return {**{name: getattr(self, name) for name in _READERS}, "limit": plain_limit(self.limit)}
 
     @classmethod
     def from_plain(cls, plain: Any) -> Self:
@@ -65,7 +60,15 @@ def _one_of(names: tuple[str, ...], field: str, value: object, *, error: Any) ->
     return value
 
 
-def _limit(field: str, value: Any, *, error: Any) -> Any:
+def plain_limit(limit: Limit | int | str | None) -> Any:
+    """A limit as JSON-able data."""
+    if isinstance(limit, Limit):
+        return asdict(limit)
+    return limit if limit is None or isinstance(limit, str) else operator.index(limit)  # of numpy, perhaps
+
+
+def read_limit(field: str, value: Any, *, error: Any) -> Any:
+    """Read `plain_limit`'s data back."""
     if not isinstance(value, dict):
         return value if value is None or type(value) is int else text(field, value, error=error)
     count = partial(or_none, partial(whole, least=1))
@@ -82,7 +85,7 @@ def _limit(field: str, value: Any, *, error: Any) -> Any:
 _NAME = partial(or_none, text)
 _READERS: dict[str, Reader] = {
     "hint": _NAME,
-    "limit": _limit,
+    "limit": read_limit,
     "strict": _NAME,
     "order": partial(_one_of, ("free", "natural")),
     "members": partial(whole, least=1),

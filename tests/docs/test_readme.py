@@ -28,6 +28,7 @@ COMMANDS = [
 SHORTER = {
     "rrfp demo": "rrfp demo --stages 2 --microbatches 4 --warm-up 0 --steps 1 --out .",
     "rrfp advise FILE": "rrfp advise --help",
+    "rrfp plan FILE --layers layers.json --out plan.json": "rrfp plan --help",
     "rrfp top": "rrfp top --help",
     "rrfp check replay LOG": "rrfp check replay --help",
     "rrfp check faults --runs 1000": "rrfp check faults --runs 20",

@@ -6,13 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rrfp.compute.activations import ActivationMeter
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.weights import Weights
@@ -120,20 +121,22 @@ class LayerCosts:
         layers = [_count([layer]) for layer in layered.layers]
         return cls(_count(layered.before), layers, _count(layered.after))
 
-    def balanced(self, placement: Placement) -> tuple[int, ...]:
-        """The cuts whose dearest stage is cheapest; of equals, the most even.
+    def balanced(self, placement: Placement, factors: Sequence[float] | None = None) -> tuple[int, ...]:
+        """The cuts whose dearest stage is cheapest; of equals, the most even. ``factors`` say how slow each stage is.
 
         With several chunks a stage it is a search from the cuts whose dearest part is cheapest: it takes the best move
         of two cuts, or of neighbouring ones together, until none gains anything.
         """
-        cost = self._cost()
+        slow = factors or (1.0,) * placement.stages
+        factor_of = [slow[placement.stage_of(v)] for v in range(placement.num_virtual_stages)]
+        cost = self._cost(factor_of)
         cuts = self._balanced_parts(placement.num_virtual_stages, cost)
         if placement.chunks == 1:
             return cuts
         stages = [placement.virtual_stages(stage) for stage in range(placement.stages)]
 
         def rating(cuts: Sequence[int]) -> tuple[float, float, float]:
-            parts = [cost(start, stop) for start, stop in pairwise((0, *cuts, len(self.layers)))]
+            parts = [cost(v, *bounds) for v, bounds in enumerate(pairwise((0, *cuts, len(self.layers))))]
             sums = [sum(parts[v] for v in own) for own in stages]
             return max(sums), sum(each**2 for each in sums), sum(each**2 for each in parts)
 
@@ -154,27 +157,27 @@ class LayerCosts:
             cuts = best
         return cuts
 
-    def _cost(self) -> Callable[[int, int], float]:
-        """What a part costs, by its first layer and the next part's first."""
+    def _cost(self, factor_of: Sequence[float]) -> Callable[[int, int, int], float]:
+        """What a part costs, by its number, its first layer and the next part's first."""
         count, sums = len(self.layers), [0.0, *accumulate(self.layers)]
 
-        def cost(start: int, stop: int) -> float:
+        def cost(part: int, start: int, stop: int) -> float:
             ends = (self.before if start == 0 else 0) + (self.after if stop == count else 0)
-            return sums[stop] - sums[start] + ends
+            return factor_of[part] * (sums[stop] - sums[start] + ends)
 
         return cost
 
-    def _balanced_parts(self, parts: int, cost: Callable[[int, int], float]) -> tuple[int, ...]:
+    def _balanced_parts(self, parts: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...]:
         """The cuts whose dearest part is cheapest; of equals, the most even."""
         count = len(self.layers)
         # By the number of layers in the parts so far: the dearest part, the sum of squares, and the cuts.
         best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-            stop: (cost(0, stop), cost(0, stop) ** 2, ()) for stop in range(1, count + 1)
+            stop: (cost(0, 0, stop), cost(0, 0, stop) ** 2, ()) for stop in range(1, count + 1)
         }
-        for _ in range(parts - 1):
+        for part in range(1, parts):
             best = {
                 stop: min(
-                    (max(dearest, cost(start, stop)), squares + cost(start, stop) ** 2, (*cuts, start))
+                    (max(dearest, own := cost(part, start, stop)), squares + own**2, (*cuts, start))
                     for start, (dearest, squares, cuts) in best.items()
                     if start < stop
                 )
@@ -203,17 +206,50 @@ def _count(modules: Sequence[nn.Module]) -> int:
 REPEATS = 3
 
 
-def measure(layered: Layered, sample: Sample) -> LayerCosts:
-    """Seconds of each layer's forward and backward, in eval mode."""
+@dataclass(frozen=True, slots=True)
+class MeasuredPiece:
+    """What some modules of a model take on a sample, one after the other."""
+
+    #: Of the modules, in the whole model.
+    names: tuple[str, ...]
+    #: Seconds.
+    forward: float
+    backward: float
+    #: That autograd keeps between the two.
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLayers:
+    """What each layer takes on a sample, and what runs ahead of the first and behind the last one."""
+
+    before: MeasuredPiece
+    layers: tuple[MeasuredPiece, ...]
+    after: MeasuredPiece
+
+    @property
+    def costs(self) -> LayerCosts:
+        """Seconds of forward and backward."""
+        before, after, *layers = (each.forward + each.backward for each in (self.before, self.after, *self.layers))
+        return LayerCosts(before, layers, after)
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON-able data."""
+        return asdict(self)
+
+
+def measure(layered: Layered, sample: Sample) -> MeasuredLayers:
+    """Each layer on its own, in eval mode."""
+    names = {module: name for name, module in layered.model.named_modules()}
     with torch.random.fork_rng(), evaluating(layered.model):
         calls = _calls(layered, sample)
 
-        def seconds(modules: Sequence[nn.Module]) -> float:
-            return sum(_seconds(module, *calls[module]) for module in modules if module in calls)
+        def piece(*modules: nn.Module) -> MeasuredPiece:
+            taken = [_taken(module, *calls[module]) for module in modules if module in calls]
+            forward, backward, num_bytes = map(sum, zip(*taken, strict=True)) if taken else (0.0, 0.0, 0)
+            return MeasuredPiece(tuple(names.get(module, "") for module in modules), forward, backward, int(num_bytes))
 
-        return LayerCosts(
-            seconds(layered.before), [seconds([layer]) for layer in layered.layers], seconds(layered.after)
-        )
+        return MeasuredLayers(piece(*layered.before), tuple(map(piece, layered.layers)), piece(*layered.after))
 
 
 #: By module, the positional and keyword arguments of its first call.
@@ -233,20 +269,24 @@ def _calls(layered: Layered, sample: Sample) -> _Calls:
     return calls
 
 
-def _seconds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+def _taken(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[float, float, int]:
+    """Seconds of a forward and of a backward, and the bytes that are kept between."""
     args = tuple(_learning(value) for value in args)
     kwargs = {name: _learning(value) for name, value in kwargs.items()}
     wanted = [tensor for tensor in (*tensors_of((args, kwargs)), *module.parameters()) if tensor.requires_grad]
-    times = []
+    forward: list[float] = []
+    backward: list[float] = []
     with torch.enable_grad():
+        # Counted apart from the times: hooks that see every saved tensor take some.
+        _, kept = ActivationMeter(module).run(lambda: module(*args, **kwargs), None, ())
         for _ in range(REPEATS):
-            with _timed(wanted) as taken:
+            with _timed(wanted, forward):
                 outputs = [tensor for tensor in tensors_of(module(*args, **kwargs)) if tensor.requires_grad]
+            with _timed(wanted, backward):
                 if outputs:
                     ones = [torch.ones_like(tensor) for tensor in outputs]
                     torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-            times += taken
-    return min(times)
+    return min(forward), min(backward), kept.held
 
 
 def _learning(value: Any) -> Any:
@@ -257,13 +297,12 @@ def _learning(value: Any) -> Any:
 
 
 @contextmanager
-def _timed(tensors: Sequence[Tensor]) -> Iterator[list[float]]:
-    taken: list[float] = []
+def _timed(tensors: Sequence[Tensor], taken: list[float]) -> Iterator[None]:
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     for device in devices:
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    yield taken
+    yield
     for device in devices:
         torch.cuda.synchronize(device)
     taken.append(time.perf_counter() - start)

@@ -14,8 +14,18 @@ from torch import Tensor, nn
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
-from rrfp.integrations.splitting.layered import LayerCosts, Layered, Sample, check_cuts, evaluating, measure, tensors_of
+from rrfp.integrations.splitting.layered import (
+    LayerCosts,
+    Layered,
+    MeasuredLayers,
+    Sample,
+    check_cuts,
+    evaluating,
+    tensors_of,
+)
+from rrfp.integrations.splitting.layered import measure as layer_times
 from rrfp.integrations.splitting.stages import Split
+from rrfp.pipeline.plan_file import Plan, PlanSpec
 from rrfp.plain import flag, or_none, whole
 
 
@@ -77,7 +87,7 @@ _LIBRARY_MODEL = ("transformers.modeling_utils", "PreTrainedModel")
 
 def split(
     model: nn.Module | Sequence[nn.Module],
-    stages: int,
+    stages: int | None = None,
     cuts: Sequence[int] | Literal["parameters", "times"] | None = None,
     placement: Literal["looped", "v"] = "looped",
     *,
@@ -85,6 +95,8 @@ def split(
     chunks: int | None = None,
     check: bool | None = None,
     sample: Any = None,
+    measure: bool = False,
+    plan: PlanSpec | None = None,
 ) -> Split:
     """Cut a whole model into the modules of a pipeline's stages.
 
@@ -94,7 +106,7 @@ def split(
         model: a decoder of transformers whose config has a ``base_model_pp_plan`` (Llama, Qwen3, Mistral, Gemma 2,
             OLMo 2, Qwen3-MoE and others), bare or for causal language modelling; a GPT-2; an ``nn.Sequential``, or a
             list of blocks of which each is called with the output of the one before. Any other module with ``at``.
-        stages: N, the number of pipeline stages.
+        stages: N, the number of pipeline stages; needed without ``plan``.
         cuts: the first layer of each virtual stage but the first; or how to balance the stages, each with all of its
             chunks: ``"parameters"`` (the default) evens out their numbers of parameters, ``"times"`` the measured
             seconds of a forward and a backward. Every rank must get the same: where several ranks measure,
@@ -111,6 +123,10 @@ def split(
             RRFP's tests do not cover, and with ``at``.
         sample: a tiny batch to check and to measure with: inputs of the model, as an entry of ``inputs`` of a step. A
             model of transformers needs none.
+        measure: whether to measure each layer's seconds and bytes on ``sample``, for `Split.save_layers`, from whose
+            file `rrfp plan` moves layers between stages.
+        plan: a file that `rrfp plan` wrote, or the dict in it, instead of ``stages``, ``cuts``, ``placement`` and
+            ``chunks``. The pipelines of the stages then have its options too.
 
     Returns:
         The stages: one for each rank, or all of them for `rrfp.local`.
@@ -121,6 +137,11 @@ def split(
     """
     batch = None if sample is None else Sample(sample)
     layered = _layered(model, at, batch)
+    planned = None if plan is None else Plan.read(plan)
+    if planned is not None:
+        given = {"stages": stages, "cuts": cuts, "chunks": chunks}
+        cuts = _planned_cuts(planned, len(layered.layers), given)
+        stages, placement, chunks = planned.stages, planned.placement, planned.chunks
     layout = _layout(stages, placement, chunks, cuts)
     count, virtual_stages = len(layered.layers), layout.num_virtual_stages
     if virtual_stages > count:
@@ -131,15 +152,16 @@ def split(
         )
     or_none(flag, "check", check)
     batch = batch or layered.sample()
+    measured = _measured(layered, cuts, batch) if flag("measure", measure) or cuts == "times" else None
     if cuts is None or isinstance(cuts, str):
-        chosen = _balanced(layered, layout, cuts or "parameters", batch)
+        chosen = _costs(layered, cuts or "parameters", measured).balanced(layout)
     else:
         chosen = check_cuts(cuts, count, virtual_stages)
     parts = layered.parts(chosen)
     if check or (check is None and not layered.is_tested):
         reason = "check=True" if check else "the check that check=False leaves out"
         check_parts(layered, parts, _needed(layered, batch, reason))
-    return Split.of(parts, layout, chosen, layered)
+    return Split.of(parts, layout, chosen, layered, measured, planned)
 
 
 def _layered(model: Any, at: Any, sample: Sample | None) -> Layered:
@@ -170,22 +192,41 @@ def _layout(stages: Any, placement: Any, chunks: Any, cuts: Any) -> Placement:
     return Placement(stages, chunks, placement)
 
 
-def _balanced(layered: Layered, layout: Placement, by: str, sample: Sample | None) -> tuple[int, ...]:
+def _planned_cuts(plan: Plan, layers: int, given: Mapping[str, Any]) -> Sequence[int] | None:
+    """The plan's cuts, if it has any; a ConfigError for another model or arguments of its own."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} is {value!r} beside a plan, which has it: must not be passed")
+    if plan.layers not in (None, layers):
+        raise ConfigError(f"plan is for a model of {plan.layers} layers, must be for {layers}, as this one has")
+    return plan.cuts
+
+
+def _costs(layered: Layered, by: str, measured: MeasuredLayers | None) -> LayerCosts:
     if by == "parameters":
-        return LayerCosts.of_parameters(layered).balanced(layout)
-    if by != "times":
+        return LayerCosts.of_parameters(layered)
+    if by != "times" or measured is None:
         raise ConfigError(f"cuts is {by!r}, must be 'parameters', 'times' or a list of layer numbers")
-    batch = _needed(layered, sample, "cuts='times'")
+    return measured.costs
+
+
+def _measured(layered: Layered, cuts: Any, sample: Sample | None) -> MeasuredLayers:
+    """Each layer's times, where several ranks measure those of rank 0."""
+    reason = "cuts='times'" if cuts == "times" else "measure=True"
+    batch = _needed(layered, sample, reason)
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            what = "cuts is 'times'" if cuts == "times" else "measure is True"
             raise ConfigError(
-                "cuts is 'times', measured anew on each rank: initialise torch.distributed, so that rank 0's are used, "
+                f"{what}, measured anew on each rank: initialise torch.distributed, so that rank 0's are used, "
                 "or pass the cuts that one process has measured"
             )
-        return measure(layered, batch).balanced(layout)
-    message = [measure(layered, batch).balanced(layout) if dist.get_rank() == 0 else ()]
+        return layer_times(layered, batch)
+    message = [layer_times(layered, batch) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(message, src=0)
-    return message[0]
+    [times] = message
+    assert times is not None
+    return times
 
 
 def _needed(layered: Layered, sample: Sample | None, reason: str) -> Sample:

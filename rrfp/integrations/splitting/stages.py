@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from rrfp.atomic_files import write_atomically
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
-from rrfp.integrations.splitting.layered import Layered
+from rrfp.integrations.splitting.layered import Layered, MeasuredLayers
 from rrfp.integrations.splitting.weights import Weights, compute_buffers, entries_of, load
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import LocalPipeline, Pipeline, local
+from rrfp.pipeline.plan_file import PLAN, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +55,8 @@ class SplitStage:
     layers: tuple[range, ...]
     #: The entries of the whole model, and how folders of the Hub have them.
     weights: Weights = field(repr=False)
+    #: By which the model was split.
+    plan: Plan | None = field(default=None, repr=False)
 
     def pipeline(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
         """This rank's part of a pipeline.
@@ -59,8 +64,8 @@ class SplitStage:
         Args:
             topology: this rank's; from torchrun's environment by default.
             mesh: instead of ``topology``: a mesh with named dims, one of them ``pp``.
-            options: of `rrfp.Pipeline`; ``loss_fn`` is the model's own by default. Ranks compare ``partition`` at the
-                start.
+            options: of `rrfp.Pipeline`; ``loss_fn`` is the model's own by default, ``plan`` the one by which it was
+                split. Ranks compare ``partition`` at the start.
         """
         own = _topology(topology, mesh, options)
         if (own.stage, own.stages) != (self.index, self.stages):
@@ -74,7 +79,8 @@ class SplitStage:
             "ties": self.ties,
             "partition": self.partition,
         }
-        return Pipeline(self.chunks, topology=topology, mesh=mesh, **{**defaults, **options})
+        planned = _planned([self], self.plan, options)
+        return Pipeline(self.chunks, topology=topology, mesh=mesh, **{**defaults, **options, **planned})
 
     def parameters(self) -> list[nn.Parameter]:
         """Each parameter once, for an optimizer."""
@@ -171,9 +177,19 @@ class Split(Sequence[SplitStage]):
     cuts: tuple[int, ...]
     #: The model's own loss, ``loss_fn(output, labels)``; None if it has none.
     loss_fn: LossFunction | None = field(repr=False)
+    #: What each layer takes, where that was measured.
+    measured: MeasuredLayers | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, parts: Sequence[nn.Module], placement: Placement, cuts: tuple[int, ...], layered: Layered) -> Split:
+    def of(
+        cls,
+        parts: Sequence[nn.Module],
+        placement: Placement,
+        cuts: tuple[int, ...],
+        layered: Layered,
+        measured: MeasuredLayers | None = None,
+        plan: Plan | None = None,
+    ) -> Split:
         """The stages that hold ``parts``, in the order of virtual stages."""
         ties, loss_fn, weights = _ties(layered.model, parts), layered.loss_fn, layered.weights()
         stages: list[SplitStage] = []
@@ -196,15 +212,16 @@ class Split(Sequence[SplitStage]):
                     partition=partition,
                     layers=own_layers,
                     weights=weights,
+                    plan=plan,
                 )
             )
-        return cls(tuple(stages), cuts, loss_fn)
+        return cls(tuple(stages), cuts, loss_fn, measured)
 
     def local(self, **options: Any) -> LocalPipeline:
         """All stages in this process.
 
         Args:
-            options: of `rrfp.local`; ``loss_fn`` is the model's own by default.
+            options: of `rrfp.local`; ``loss_fn`` is the model's own by default, ``plan`` the one by which it was split.
 
         Returns:
             The pipeline, not entered.
@@ -213,7 +230,23 @@ class Split(Sequence[SplitStage]):
             ConfigError: as `rrfp.local`.
         """
         defaults = {"placement": self[0].placement, "loss_fn": self.loss_fn, "ties": [each.ties for each in self]}
-        return local([each.chunks for each in self], **{**defaults, **options})
+        planned = _planned(self, self[0].plan, options)
+        return local([each.chunks for each in self], **{**defaults, **options, **planned})
+
+    def save_layers(self, path: str | os.PathLike[str]) -> None:
+        """Write what ``measure=True`` has measured, and the cuts, for `rrfp plan`.
+
+        Args:
+            path: of the file, which is replaced.
+
+        Raises:
+            ConfigError: if nothing was measured, or the file cannot be written.
+        """
+        if self.measured is None:
+            raise ConfigError("nothing was measured: rrfp.split(..., measure=True) measures the layers")
+        layout = {"stages": len(self), "chunks": len(self[0].chunks), "placement": self[0].placement}
+        document = {**layout, "cuts": list(self.cuts), **self.measured.to_plain()}
+        write_atomically(path, json.dumps(document, indent=1) + "\n")
 
     def load_pretrained(self, folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> None:
         """Load all stages from a folder of the Hub; see `SplitStage.load_pretrained`.
@@ -254,6 +287,23 @@ def _topology(topology: Topology | None, mesh: DeviceMesh | None, options: Mappi
         return topology or Topology.from_env()
     coordinate = {name: options[name] for name in ("coordinate", "reduce") if options.get(name) is not None}
     return Topology.from_mesh(mesh, **coordinate)
+
+
+def _planned(stages: Iterable[SplitStage], plan: Plan | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The option ``plan``, if there is any; a ConfigError where the stages are cut otherwise."""
+    if options.get("plan") is not None:
+        plan = Plan.read(options["plan"])
+    if plan is None:
+        return {}
+    for stage in stages:
+        planned = plan.layers_of(stage.index) if stage.index < plan.stages else None
+        if planned is not None and planned != stage.layers:
+            has, wanted = (" and ".join(map(_shown, each)) for each in (stage.layers, planned))
+            raise ConfigError(
+                f"plan has the layers {wanted} on stage {stage.index}, and the split has {has} there: must be "
+                "the same, as rrfp.split(plan=...) makes them"
+            )
+    return {"plan": {PLAN: plan.to_plain()}}
 
 
 def _shown(layers: range) -> str:

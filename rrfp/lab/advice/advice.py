@@ -87,6 +87,11 @@ def advise_file(
     title: str | None = None,
 ) -> Advice:
     """The advice on the steps of a trace file; ``ran`` is called after each replay of a step."""
+    return adviser_of(path, wishes, ran, title).advice()
+
+
+def adviser_of(path: str, wishes: Wishes, ran: Callable[[], object], title: str | None = None) -> Adviser:
+    """The steps of a trace file, replayed as they ran."""
     runs = read_chrome(path)
     chosen = next((run for run in runs if wishes.run in (None, run.name)), None)
     if chosen is None:
@@ -95,32 +100,32 @@ def advise_file(
     recording = read_recording(name, chosen, skip_first=wishes.skip_first, most=wishes.steps)
     check_cores(name, recording)
     replicas = [run for run in runs if run is not chosen]
-    return _Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran)).advice()
+    return Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran))
 
 
 #: A cause: its name, where it is and how much of it there is, and the steps without it.
 Without = tuple[str, str, Replays]
 
 
-class _Adviser:
-    """Makes the advice on one recording."""
+class Adviser:
+    """One recording, replayed as it ran, and the advice on it."""
 
     def __init__(
         self, name: str, recording: Recorded, replicas: Sequence[TracedRun], wishes: Wishes, replay: Replayer
     ) -> None:
-        self._name = name
-        self._recording = recording
+        self.name = name
+        self.recording = recording
         self._steps = recording.steps
         self._replicas = replicas
         self._replay = replay
         #: What neither the trace nor the caller says of the job.
         self._unsaid: list[str] = []
-        self._job = job = self._job_of(recording.run.job, wishes)
+        self.job = job = self._job_of(recording.run.job, wishes)
         hint = None if job.strict is not None else wishes.hint or job.hint or default_hint(job.order)
-        self._method = Method(hint, job.limit, job.strict, job.order, job.takes_offers)
+        self.method = Method(hint, job.limit, job.strict, job.order, job.takes_offers)
         if hint is not None:
             self._check_hint(hint)
-        self._base = self._as_recorded()
+        self.base = self._as_recorded()
         self._stages = recording.costs.stages
         self._work = causes.work(self._steps)
 
@@ -141,36 +146,46 @@ class _Adviser:
         try:
             create_hint(hint)
         except ConfigError as error:
-            raise ConfigError(f"{self._name}: {error}: --hint says which one the job has") from None
-        check_order(hint, self._job.order)
+            raise ConfigError(f"{self.name}: {error}: --hint says which one the job has") from None
+        check_order(hint, self.job.order)
+
+    @property
+    def measured(self) -> Matrix:
+        """What each step took, in seconds."""
+        return np.array([step.seconds for step in self._steps])
+
+    @property
+    def title(self) -> str:
+        """Microbatches, stages and method."""
+        return f"{self.recording.costs.microbatches} microbatches on {self._stages} stages, {self.method}"
 
     def _as_recorded(self) -> Replays:
-        if self._job.strict == REPLAY:
+        if self.job.strict == REPLAY:
             return self._in_recorded_order()
-        return self._replay(self._method)
+        return self._replay(self.method)
 
     def _in_recorded_order(self) -> Replays:
-        executed = self._recording.executed
-        return self._replay.each([replace(self._method, hint=None, strict=order) for order in executed], self._steps)
+        executed = self.recording.executed
+        return self._replay.each([replace(self.method, hint=None, strict=order) for order in executed], self._steps)
 
     def advice(self) -> Advice:
         """All of it."""
-        measured, base = np.array([step.seconds for step in self._steps]), self._base.seconds
-        named = () if self._job.strict == REPLAY else self._causes()
+        measured, base = self.measured, self.base.seconds
+        named = () if self.job.strict == REPLAY else self._causes()
         found = [Cause(name, text, float(left.seconds.mean()), left.saved(base)) for name, text, left in named]
-        settings = [] if self._job.strict == REPLAY else self._settings()
+        settings = [] if self.job.strict == REPLAY else self._settings()
         return Advice(
-            self._name,
-            tuple(trace.step for trace in self._recording.traces),
-            self._recording.left_out,
-            f"{self._recording.costs.microbatches} microbatches on {self._stages} stages, {self._method}",
+            self.name,
+            tuple(trace.step for trace in self.recording.traces),
+            self.recording.left_out,
+            self.title,
             float(measured.mean()),
             float(base.mean()),
-            self._base.held,
+            self.base.held,
             tuple(sorted(found, key=lambda cause: -cause.share.value)),
             tuple(sorted(settings, key=lambda setting: -setting.saved.value)),
-            tuple(self._assumptions()),
-            self._doubt(measured),
+            (*self.assumed(), *self._assumed_of_settings()),
+            self.doubt(),
         )
 
     # Causes.
@@ -184,13 +199,13 @@ class _Adviser:
 
     def _of_work(self) -> Iterator[Without]:
         even = causes.with_work(self._steps, np.full_like(self._work, self._work.mean()))
-        yield "stage imbalance", self._imbalance(), self._replay(self._method, even)
+        yield "stage imbalance", self._imbalance(), self._replay(self.method, even)
         slow = _most(self._work)
         where, faster = self._counterpart(slow)
         if self._work[slow] > faster:
             wanted = self._work.copy()
             wanted[slow] = faster
-            yield "slowest stage", where, self._replay(self._method, causes.with_work(self._steps, wanted))
+            yield "slowest stage", where, self._replay(self.method, causes.with_work(self._steps, wanted))
 
     def _imbalance(self) -> str:
         slow = _most(self._work)
@@ -213,29 +228,29 @@ class _Adviser:
         for link, middle in causes.slow_links(means).items():
             text = f"a message takes {_ms(means[link])}, on the middle one of the other links {_ms(middle)}"
             faster = causes.with_messages(steps, {link: middle / means[link]})
-            yield f"link {link[0]} - {link[1]}", text, self._replay(self._method, faster)
+            yield f"link {link[0]} - {link[1]}", text, self._replay(self.method, faster)
         none = causes.with_messages(steps, dict.fromkeys(means, 0.0))
         mean = float(np.mean([*means.values()]))
-        yield "all messages", f"{_ms(mean)} each in the mean", self._replay(self._method, none)
+        yield "all messages", f"{_ms(mean)} each in the mean", self._replay(self.method, none)
 
     def _of_times(self) -> Iterator[Without]:
         factors = causes.factors_of(self._steps)
         sizes = np.concatenate(factors.sizes, axis=1)
         text = f"tasks of a stage take {sizes.min():.2f} to {sizes.max():.2f} times the middle one by their microbatch"
-        yield "spread of microbatch sizes", text, self._replay(self._method, causes.without_sizes(self._steps, factors))
+        yield "spread of microbatch sizes", text, self._replay(self.method, causes.without_sizes(self._steps, factors))
         part = float(np.log(np.concatenate(factors.jitter, axis=1)).std())
         text = f"tasks differ by {part:.0%} beside that; messages of a link differ"
-        yield "jitter", text, self._replay(self._method, causes.without_jitter(self._steps, factors))
+        yield "jitter", text, self._replay(self.method, causes.without_jitter(self._steps, factors))
 
     def _of_waits(self) -> Iterator[Without]:
-        method, steps = self._method, self._steps
+        method, steps = self.method, self._steps
         if method.hint is not None and method.limit is not None:
             yield "memory limit", self._waited_for_memory(), self._replay(replace(method, limit=None))
         gaps = np.concatenate([rows.ravel() for step in steps for rows in step.dispatch.values()])
         text = f"a task begins {_ms(float(np.mean(gaps)))} after it could, in the mean"
         yield "dispatch", text, self._replay(method, causes.without_gaps(steps, "dispatch"))
-        waited = self._recording.waited(WaitCause.ORDER)
-        if self._job.members > 1 or max(waited) > 0:
+        waited = self.recording.waited(WaitCause.ORDER)
+        if self.job.members > 1 or max(waited) > 0:
             text = f"stage {_most(waited)} waited for its group's order {max(waited):.1%} of the step"
             yield "coordination of groups", text, self._replay(method, causes.without_gaps(steps, "order"))
         ends = float(np.mean([max(step.opening.values()) + step.closing for step in steps]))
@@ -243,7 +258,7 @@ class _Adviser:
         yield "start and end of the step", text, self._replay(method, causes.without_ends(steps))
 
     def _waited_for_memory(self) -> str:
-        waited = self._recording.waited(WaitCause.MEMORY)
+        waited = self.recording.waited(WaitCause.MEMORY)
         return f"stage {_most(waited)} waited for memory {max(waited):.0%} of the step"
 
     # Settings.
@@ -263,13 +278,13 @@ class _Adviser:
         is_bound: bool = False,
         shows_held: bool = False,
     ) -> Setting:
-        saved, seconds = replays.saved(self._base.seconds), float(replays.seconds.mean())
+        saved, seconds = replays.saved(self.base.seconds), float(replays.seconds.mean())
         if shows_held:
-            setting += f" (holds {replays.held}, now {self._base.held})"
+            setting += f" (holds {replays.held}, now {self.base.held})"
         return Setting(cause, reason, setting, seconds, saved, replays.held, is_bound)
 
     def _limits(self) -> Iterator[Setting]:
-        method = self._method
+        method = self.method
         if method.hint is None or method.limit is None:
             return
         found = []
@@ -279,21 +294,21 @@ class _Adviser:
         yield from _rising(sorted(found, key=lambda setting: setting.held))
 
     def _larger(self, limit: Limit | int | str) -> list[str | int]:
-        stages, microbatches = self._stages, self._recording.costs.microbatches
+        stages, microbatches = self._stages, self.recording.costs.microbatches
         num_bytes = limit.bytes if isinstance(limit, Limit) else bytes_of(limit)
         if num_bytes is not None:
             return [f"{num_bytes * halves // 2}B" for halves in (3, 4, 6)]
-        least = min(each.microbatches or microbatches for each in resolve_limits(self._recording.costs, limit))
+        least = min(each.microbatches or microbatches for each in resolve_limits(self.recording.costs, limit))
         names = {1: "n", 2: "2n"}
         # One that takes all microbatches of the step is the last that differs.
         larger = [n for n in LIMITS if n * stages > least and (n - 1) * stages < microbatches]
-        auto = ["auto"] if limit != "auto" and max(map(self._recording.costs.chunks_of, range(stages))) == 1 else []
+        auto = ["auto"] if limit != "auto" and max(map(self.recording.costs.chunks_of, range(stages))) == 1 else []
         return [*auto, *(names.get(n, n * stages) for n in larger)]
 
     def _orders(self) -> Iterator[Setting]:
-        method = self._method
+        method = self.method
         if method.hint is None:
-            has_chunks = max(map(self._recording.costs.chunks_of, range(self._stages))) > 1
+            has_chunks = max(map(self.recording.costs.chunks_of, range(self._stages))) > 1
             reason, found = f"the order is fixed ({method.strict})", []
             for limit in ("n", "2n") if has_chunks else ("1f1b", "n", "2n"):
                 replays = self._replay(replace(method, hint=DEFAULT_HINT, strict=None, limit=limit))
@@ -308,34 +323,34 @@ class _Adviser:
 
     def _fits(self, hint: str) -> bool:
         try:
-            check_order(hint, self._job.order)
+            check_order(hint, self.job.order)
         except ConfigError:
             return False
-        return hint != "bfw" or self._recording.costs.split
+        return hint != "bfw" or self.recording.costs.split
 
     def _sizes(self) -> Iterator[Setting]:
-        steps, method = self._steps, self._method
-        if method.hint is not None and self._job.order == "free" and any(step.costs.sizes is None for step in steps):
+        steps, method = self._steps, self.method
+        if method.hint is not None and self.job.order == "free" and any(step.costs.sizes is None for step in steps):
             sized = [replace(s, costs=replace(s.costs, sizes=tuple(planned_sizes(s.costs)))) for s in steps]
             reason, replays = "the job passes no sizes of microbatches", self._replay(method, sized)
             yield self._setting("spread of microbatch sizes", reason, "step(sizes=...)", replays, is_bound=True)
 
     def _split(self) -> Iterator[Setting]:
         """Between the least and the most that weight gradients may take."""
-        if self._method.hint is None or self._recording.costs.split:
+        if self.method.hint is None or self.recording.costs.split:
             return
         found = []
         for part in causes.WEIGHT_PARTS:
-            replays = self._replay(self._method, causes.split_backward(self._steps, part))
+            replays = self._replay(self.method, causes.split_backward(self._steps, part))
             found.append(self._setting("whole backward", "backward runs as a whole", "split=True", replays))
         low, high = sorted(found, key=lambda setting: setting.saved.value)
         saved = Interval((low.saved.value + high.saved.value) / 2, low.saved.low, high.saved.high)
         yield replace(low, seconds=(low.seconds + high.seconds) / 2, saved=saved)
 
     def _microbatches(self) -> Iterator[Setting]:
-        steps, count = self._steps, 2 * self._recording.costs.microbatches
-        twice = self._replay(self._method, [joined(*pair) for pair in zip(steps, (*steps[1:], steps[0]), strict=True)])
-        idle = self._recording.waited(WaitCause.DRAINED)
+        steps, count = self._steps, 2 * self.recording.costs.microbatches
+        twice = self._replay(self.method, [joined(*pair) for pair in zip(steps, (*steps[1:], steps[0]), strict=True)])
+        idle = self.recording.waited(WaitCause.DRAINED)
         reason = f"stage {_most(idle)} had nothing left to do {max(idle):.0%} of the step"
         text = f"{count} microbatches a step, twice as many, by the time of each,"
         yield self._setting("fill and drain", reason, text, replace(twice, seconds=twice.seconds / 2))
@@ -343,44 +358,49 @@ class _Adviser:
     def _cut(self) -> Iterator[Setting]:
         if self._stages > 1 and self._work.all():
             even = causes.with_work(self._steps, np.full_like(self._work, self._work.mean()))
-            replays, text = self._replay(self._method, even), 'a cut by layer times, as rrfp.split(cuts="times"),'
+            replays, text = self._replay(self.method, even), 'a cut by layer times, as rrfp.split(cuts="times"),'
             yield self._setting("stage imbalance", self._imbalance(), text, replays, is_bound=True)
 
     def _coordination(self) -> Iterator[Setting]:
-        if self._job.members > 1 and self._job.coordination == "agreement":
-            replays = self._replay(self._method, causes.without_gaps(self._steps, "order"))
+        if self.job.members > 1 and self.job.coordination == "agreement":
+            replays = self._replay(self.method, causes.without_gaps(self._steps, "order"))
             reason, text = "the ranks of a group agree by proposing", 'coordination="leader"'
             yield self._setting("coordination of groups", reason, text, replays, is_bound=True)
 
     # What the figures rest on.
 
-    def _assumptions(self) -> Iterator[str]:
+    def assumed(self) -> Iterator[str]:
+        """What the trace does not say, and every replay takes for given."""
         yield from self._unsaid
-        recording, costs, method = self._recording, self._recording.costs, self._method
+        recording = self.recording
         if recording.filled:
             yield f"{recording.filled} of {recording.messages} messages, whose time is not recorded: as the others"
         if recording.run.clock_error:
             yield f"clocks of hosts, which are known to {_ms(recording.run.clock_error)}"
         if recording.core_wait() is None:
             yield "a core for every task: the trace does not say how long threads waited for one"
+        yield "recomputation, where there is any: as recorded, a part of backward"
+
+    def _assumed_of_settings(self) -> Iterator[str]:
+        costs, method = self.recording.costs, self.method
         if method.hint is not None and not costs.split:
             yield "split=True: weight gradients take a third to a half of backward; a split trace has their times"
         if method.hint is not None and any(step.costs.sizes is None for step in self._steps):
             yield "step(sizes=...): sizes that follow the recorded times exactly"
-        yield "recomputation, where there is any: as recorded, a part of backward"
 
-    def _doubt(self, measured: Matrix) -> str:
-        """Why the prediction is off, where it is."""
+    def doubt(self) -> str:
+        """Why the prediction for the steps as they ran is off by more than 5%; empty where it is not."""
+        measured = self.measured
 
         def off(replays: Replays) -> float:
             return abs(float(replays.seconds.sum() / measured.sum()) - 1)
 
-        if off(self._base) <= DOUBTFUL:
+        if off(self.base) <= DOUBTFUL:
             return ""
-        recording, in_order = self._recording, self._in_recorded_order()
+        recording, in_order = self.recording, self._in_recorded_order()
         if off(in_order) <= DOUBTFUL:
             right = f"in the recorded order of tasks it is off by {off(in_order):.1%}"
-            return f"{right}, so the job did not choose tasks as {self._method} does"
+            return f"{right}, so the job did not choose tasks as {self.method} does"
         if recording.filled > DOUBTFUL * recording.messages:
             return f"the times of {recording.filled} of {recording.messages} messages are not recorded"
         slowest = max(causes.links(self._steps).values(), default=0.0)

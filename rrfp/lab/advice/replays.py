@@ -126,7 +126,7 @@ class Replayer:
 def joined(first: RecordedStep, second: RecordedStep) -> RecordedStep:
     """Two steps as one with the microbatches of both."""
     a, b = first.costs, second.costs
-    fields: dict[str, Any] = {"microbatches": 2 * a.microbatches, "sizes": None}
+    fields: dict[str, Any] = {"microbatches": a.microbatches + b.microbatches, "sizes": None}
     for name in MATRICES.values():
         ours, theirs = getattr(a, name), getattr(b, name)
         is_in_both = ours is not None and theirs is not None

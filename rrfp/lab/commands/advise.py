@@ -13,12 +13,12 @@ from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands.sweep import progress_bar
 
-_RUN = "The run of this name, such as 'replica 1'; default: the first. A file of all replicas tells a slow rank."
-_SKIP = "Training steps to leave out at the beginning; default 2."
-_STEPS = "The most steps to replay, the newest; default 10."
-_HINT = "The hint of the job, where the trace does not say it."
-_STRICT = "The strict schedule of the job, where the trace does not say it."
-_LIMIT = "The limit of the job, where the trace does not say it: a number, 1f1b, n, 2n, or bytes such as 8GB."
+RUN = "The run of this name, such as 'replica 1'; default: the first. A file of all replicas tells a slow rank."
+SKIP = "Training steps to leave out at the beginning; default 2."
+STEPS = "The most steps to replay, the newest; default 10."
+HINT = "The hint of the job, where the trace does not say it."
+STRICT = "The strict schedule of the job, where the trace does not say it."
+LIMIT = "The limit of the job, where the trace does not say it: a number, 1f1b, n, 2n, or bytes such as 8GB."
 
 
 class AdviseCommand(Command):
@@ -35,16 +35,16 @@ class AdviseCommand(Command):
 
 def advise(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace (Chrome JSON) written by save_trace.")],
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help=_RUN)] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help=RUN)] = None,
     skip_first: Annotated[
-        int | None, typer.Option("--skip-first", metavar="N", help=_SKIP, callback=at_least("skip-first", 0))
+        int | None, typer.Option("--skip-first", metavar="N", help=SKIP, callback=at_least("skip-first", 0))
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", help=_STEPS, callback=at_least("steps", 5))
+        int | None, typer.Option("--steps", metavar="N", help=STEPS, callback=at_least("steps", 5))
     ] = None,
-    hint: Annotated[str | None, typer.Option("--hint", metavar="NAME", help=_HINT)] = None,
-    strict: Annotated[str | None, typer.Option("--strict", metavar="NAME", help=_STRICT)] = None,
-    limit: Annotated[str | None, typer.Option("--limit", metavar="K|1f1b|n|2n", help=_LIMIT)] = None,
+    hint: Annotated[str | None, typer.Option("--hint", metavar="NAME", help=HINT)] = None,
+    strict: Annotated[str | None, typer.Option("--strict", metavar="NAME", help=STRICT)] = None,
+    limit: Annotated[str | None, typer.Option("--limit", metavar="K|1f1b|n|2n", help=LIMIT)] = None,
     json: Json = False,
 ) -> None:
     """Show what slows recorded steps down, and what settings would change: the engine replays them."""

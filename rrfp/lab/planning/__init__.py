@@ -1,0 +1,1 @@
+"""Which cut, placement, limit, hint and split would make recorded steps shortest: `rrfp plan`."""

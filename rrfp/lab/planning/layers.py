@@ -1,0 +1,174 @@
+"""What each layer of a model takes, as `rrfp.split(..., measure=True)` has measured it, and layouts of the layers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrfp.costs.files import json_fault
+from rrfp.costs.table import Matrix
+from rrfp.errors import ConfigError
+from rrfp.integrations.splitting.layered import LayerCosts
+from rrfp.model.placement import Placement
+from rrfp.plain import Reader, fields_of, number, shown, text, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the layers of a model are."""
+
+    where: Placement
+    #: The first layer of each virtual stage but the first.
+    cuts: tuple[int, ...]
+
+    def bounds(self, layers: int) -> list[tuple[int, int]]:
+        """For each virtual stage its first layer, and the first one behind it."""
+        return [*pairwise((0, *self.cuts, layers))]
+
+    def pieces(self, layers: int) -> list[range]:
+        """For each virtual stage its pieces: layer n is piece n + 1; what is ahead of layer 0 is the first piece."""
+        parts = [range(start + 1, stop + 1) for start, stop in self.bounds(layers)]
+        first, *_ = parts
+        parts[0] = range(0, first.stop)
+        parts[-1] = range(parts[-1].start, layers + 2)
+        return parts
+
+    def counts(self, layers: int) -> str:
+        """The numbers of layers of the virtual stages: ``5 4*14 3``."""
+        groups = [(n, len([*same])) for n, same in groupby(stop - start for start, stop in self.bounds(layers))]
+        return " ".join(f"{n}" if times == 1 else f"{n}*{times}" for n, times in groups)
+
+    @property
+    def placement(self) -> str:
+        """In words."""
+        if self.where.chunks == 1:
+            return "one chunk"
+        return f"{self.where.chunks} chunks, {'V' if self.where.layout == 'v' else 'looped'}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layers:
+    """The pieces of a model, layers and what is ahead of and behind them; and how the recorded job had cut it."""
+
+    layout: Layout
+    #: The names of each piece's modules in the whole model.
+    names: tuple[tuple[str, ...], ...]
+    #: Seconds and bytes of each piece, on the sample: one entry a piece.
+    forward: Matrix
+    backward: Matrix
+    num_bytes: Matrix
+
+    @property
+    def count(self) -> int:
+        """Layers."""
+        return len(self.names) - 2
+
+    def even(self, where: Placement) -> tuple[int, ...]:
+        """Cuts into parts of equally many layers; the first parts have one more where they do not divide."""
+        parts = where.num_virtual_stages
+        return tuple(-(-part * self.count // parts) for part in range(1, parts))
+
+    def megatron(self, layout: Layout) -> str | None:
+        """The argument ``--pipeline-model-parallel-layout``; None of a V, which it has no word for."""
+        if layout.where.chunks > 1 and layout.where.layout == "v":
+            return None
+        counts = [stop - start for start, stop in layout.bounds(self.count)]
+        parts = ["t" if count == 1 else f"t*{count}" for count in counts]
+        parts[0], parts[-1] = f"E{parts[0]}", f"{parts[-1]}L"
+        return "|".join(parts)
+
+    def torchtitan(self, layout: Layout) -> list[list[str]]:
+        """The setting ``module_fqns_per_model_part``, with its names for a decoder's embedding, norm and head."""
+        parts = [[f"layers.{n}" for n in range(start, stop)] for start, stop in layout.bounds(self.count)]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", "lm_head"]
+        return parts
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether something is ahead of the layers and behind them, as in a decoder."""
+        return bool(self.names[0] and self.names[-1])
+
+
+def balanced(seconds: Sequence[float] | Matrix, where: Placement, slow: Sequence[float]) -> tuple[int, ...]:
+    """The cuts whose slowest stage is fastest, by the seconds of each piece."""
+    before, *layers, after = map(float, seconds)
+    return LayerCosts(before, layers, after).balanced(where, slow)
+
+
+def read_layers(path: str | os.PathLike[str]) -> Layers:
+    """Read the file of `Split.save_layers`; a ConfigError names the file and the field."""
+    name = os.fspath(path)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror or error})") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: is not JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: is not JSON ({json_fault(error)})") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{name}: must be a JSON object, as stages.save_layers of rrfp.split writes it")
+
+    def fault(field: str, reason: str) -> ConfigError:
+        return ConfigError(f"{name}: {field} {reason}")
+
+    fields = fields_of(document, _FIELDS, error=fault)
+    pieces = [fields["before"], *fields["layers"], fields["after"]]
+    where = Placement(fields["stages"], fields["chunks"], fields["placement"])
+    bounds = (0, *fields["cuts"], len(fields["layers"]))
+    if len(bounds) != where.num_virtual_stages + 1 or any(start >= stop for start, stop in pairwise(bounds)):
+        raise fault("cuts", f"is {shown(fields['cuts'])}, must leave {where.num_virtual_stages} parts a layer or more")
+    columns: Any = {column: np.array([piece[column] for piece in pieces]) for column in ("forward", "backward")}
+    num_bytes = np.array([float(piece["num_bytes"]) for piece in pieces])
+    return Layers(
+        Layout(where, tuple(fields["cuts"])), tuple(p["names"] for p in pieces), num_bytes=num_bytes, **columns
+    )
+
+
+def _placement(field: str, value: object, *, error: Any) -> Any:
+    if value not in ("looped", "v"):
+        raise error(field, f"is {shown(value)}, must be one of: looped, v")
+    return value
+
+
+def _list(reader: Reader, field: str, value: object, *, error: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise error(field, f"is {shown(value)}, must be a list")
+    return [reader(f"{field}[{index}]", each, error=error) for index, each in enumerate(value)]
+
+
+def _piece(field: str, value: object, *, error: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise error(field, f"is {shown(value)}, must be an object")
+    return fields_of(value, _PIECE, error=lambda name, reason: error(f"{field}.{name}", reason))
+
+
+def _names(field: str, value: object, *, error: Any) -> tuple[str, ...]:
+    return tuple(each for each in _list(_any_text, field, value, error=error))
+
+
+def _any_text(field: str, value: object, *, error: Any) -> str:
+    return "" if value == "" else text(field, value, error=error)
+
+
+_SECONDS = partial(number, least=0)
+_PIECE: dict[str, Reader] = {"names": _names, "forward": _SECONDS, "backward": _SECONDS, "num_bytes": whole}
+_COUNT = partial(whole, least=1)
+_FIELDS: dict[str, Reader] = {
+    "stages": _COUNT,
+    "chunks": _COUNT,
+    "placement": _placement,
+    "cuts": partial(_list, _COUNT),
+    "before": _piece,
+    "layers": partial(_list, _piece),
+    "after": _piece,
+}

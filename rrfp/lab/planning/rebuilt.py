@@ -1,0 +1,248 @@
+"""Recorded steps, and steps as they would be with the layers elsewhere.
+
+A recorded time is of all layers of a virtual stage. Each gets the part that its measured time has of theirs, so a layer
+keeps how the microbatches of its stage differ, and how they follow one another. Beside that tasks have jitter (what
+they do not have in common, `rrfp.lab.advice.causes`), wait to be dispatched, and send messages: these are drawn from
+what the same stage, and the same link, has recorded. A message between stages that had none is drawn from all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from rrfp.costs.table import MATRICES, CostTable, Matrix
+from rrfp.errors import ConfigError
+from rrfp.lab.advice.causes import factors_of, split_backward
+from rrfp.lab.advice.recorded import Recorded, RecordedStep, Rows, with_durations
+from rrfp.lab.advice.replays import joined
+from rrfp.lab.planning.layers import Layers, Layout
+from rrfp.model.placement import Placement
+from rrfp.model.tasks import B, F, Kind, Task, W
+
+#: Steps that are rebuilt for the judgement of a layout, for each recorded one.
+DRAWS = 2
+
+#: A stage whose recorded time is off from its layers' by more than this, beside the others, is named.
+UNLIKE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a step is not as it was recorded; None: as it was."""
+
+    layout: Layout | None
+    #: Of backward; of a trace that is not split, with which part of it as weight gradients.
+    split: bool | None
+    weight_part: float | None
+    #: M.
+    microbatches: int
+
+
+class Steps:
+    """Makes steps by number: of the recorded layout as they were, or of any as they would be."""
+
+    def __init__(self, recording: Recorded, layers: Layers | None, slow: Sequence[int] = ()) -> None:
+        self._recorded = recording.steps
+        self._costs = costs = recording.costs
+        self.layers = layers
+        if layers is not None:
+            _check_layout(costs, layers)
+            self._parts = parts = layers.layout.pieces(layers.count)
+            self._home = np.array([v for v, part in enumerate(parts) for _ in part])
+            self._work = {F: layers.forward, B: layers.backward, W: layers.backward}
+            ratios = self._ratios()
+            #: How much longer each stage takes for the same layer.
+            self.slow = tuple(float(ratios[s]) if s in slow else 1.0 for s in range(costs.stages))
+            #: By stage, how its time compares with its layers', beside the middle stage.
+            self.ratios = ratios / np.array(self.slow)
+            self._draw_from()
+        #: The steps on which candidates are compared, and those on which the best are judged.
+        count = len(self._recorded)
+        self.searched = range(count)
+        self.judged = range(count) if layers is None else range(count, count + DRAWS * count)
+        self._known: dict[tuple[int, Layout | None, int], RecordedStep] = {}
+
+    @property
+    def where(self) -> Placement:
+        """Which stage held which virtual stage."""
+        costs = self._costs
+        return Placement(costs.stages, costs.chunks, "v" if costs.placement == "v" else "looped")
+
+    def step(self, shape: Shape, number: int) -> RecordedStep:
+        """One step."""
+        key = (number, shape.layout, shape.microbatches)
+        if (step := self._known.get(key)) is None:
+            if shape.layout is None:
+                step = resized(self._recorded, number, shape.microbatches)
+            else:
+                step = self._rebuilt(resized(self._smooth, number, shape.microbatches), shape.layout, number)
+            self._known[key] = step
+        if shape.split is None or shape.split == step.costs.split:
+            return step
+        if shape.split:
+            assert shape.weight_part is not None
+            return split_backward([step], shape.weight_part)[0]
+        return _merged(step)
+
+    def seconds(self) -> Matrix:
+        """Of each piece in the mean recorded step, on a stage that is not slow."""
+        assert self.layers is not None
+        total = np.zeros(len(self.layers.names))
+        for step in self._recorded:
+            for kind, rows in step.costs.durations.items():
+                total += rows.sum(axis=1)[self._home] * self._shares(kind) / self._slow_of_piece()
+        return total / len(self._recorded)
+
+    def spread(self) -> Matrix:
+        """The standard deviation of each piece's seconds over microbatches, times their number."""
+        assert self.layers is not None
+        rows = np.concatenate([sum(step.costs.durations.values(), start=np.zeros(())) for step in self._recorded], 1)
+        shares = (self._shares(F) + 2 * self._shares(B)) / 3
+        spread: Matrix = rows.std(axis=1)[self._home] * shares * self._costs.microbatches / self._slow_of_piece()
+        return spread
+
+    def _ratios(self) -> Matrix:
+        assert self.layers is not None
+        measured = np.zeros(self._costs.stages)
+        for v, part in enumerate(self._parts):
+            both = self.layers.forward[part] + self.layers.backward[part]
+            measured[self._costs.stage_of(v)] += both.sum()
+        if not measured.all():
+            raise ConfigError("layers: a stage's layers take no time, must take some: measure them on a larger sample")
+        work = np.mean([step.costs.work() for step in self._recorded], axis=0)
+        ratios: Matrix = work / measured
+        return ratios / np.median(ratios)
+
+    def _slow_of_piece(self) -> Matrix:
+        return np.array([self.slow[self._costs.stage_of(v)] for v in self._home])
+
+    def _shares(self, kind: Kind, weights: Matrix | None = None) -> Matrix:
+        """The part that each piece has of its virtual stage."""
+        own = self._work[kind] if weights is None else weights
+        sums = np.array([own[part].sum() for part in self._parts])[self._home]
+        even = 1 / np.array([len(part) for part in self._parts])[self._home]
+        return np.where(sums > 0, own / np.where(sums > 0, sums, 1.0), even)
+
+    # Other layouts.
+
+    def _draw_from(self) -> None:
+        """Collect what is drawn."""
+        factors, costs = factors_of(self._recorded), self._costs
+        kinds = [*costs.durations]
+        jitter = np.split(np.concatenate(factors.jitter, axis=1), len(kinds))
+        self._jitter = dict(zip(kinds, jitter, strict=True))
+        self._gaps: dict[tuple[Kind, int], Matrix] = {}
+        for kind in kinds:
+            rows = np.concatenate([step.dispatch[kind] + step.order[kind] for step in self._recorded], axis=1)
+            for stage in range(costs.stages):
+                self._gaps[kind, stage] = rows[list(costs.virtual_stages_of(stage))].ravel()
+        messages: dict[tuple[int, int], list[Matrix]] = {}
+        for step in self._recorded:
+            for e, (u, v) in enumerate(costs.edges()):
+                a, b = costs.stage_of(u), costs.stage_of(v)
+                if a != b:
+                    messages.setdefault((a, b), []).append(step.costs.latency_forward[e])
+                    messages.setdefault((b, a), []).append(step.costs.latency_backward[e])
+        self._messages = {link: np.concatenate(rows) for link, rows in messages.items()}
+        self._all_messages = np.concatenate([*self._messages.values()]) if messages else np.zeros(1)
+        self._smooth: list[RecordedStep] = []
+        for step, own in zip(self._recorded, factors.jitter, strict=True):
+            parts = dict(zip(kinds, np.split(own, len(kinds)), strict=True))
+            smooth = {kind: rows / parts[kind] for kind, rows in step.costs.durations.items()}
+            self._smooth.append(replace(step, costs=with_durations(step.costs, smooth)))
+
+    def _rebuilt(self, step: RecordedStep, layout: Layout, number: int) -> RecordedStep:
+        """A step without jitter, on another layout and with jitter anew."""
+        layers, where = self.layers, layout.where
+        assert layers is not None
+        parts, microbatches = layout.pieces(layers.count), step.costs.microbatches
+        fields: dict[str, Any] = {"latency_forward": [], "latency_backward": [], "held": None, "weight": None}
+        dispatch: dict[Kind, Matrix] = {}
+        for index, (kind, smooth) in enumerate(step.costs.durations.items()):
+            take = self._weights(parts, self._shares(kind))
+            take /= np.array([self.slow[self._costs.stage_of(v)] for v in range(take.shape[1])])
+            rows, gaps = take @ smooth, np.empty((len(parts), microbatches))
+            for v in range(len(parts)):
+                stage, draw = where.stage_of(v), np.random.default_rng([number, index, v])
+                home = int(np.argmax(take[v] * self._jitter_weight(kind)))
+                rows[v] *= self.slow[stage] * draw.choice(self._jitter[kind][home], microbatches)
+                gaps[v] = draw.choice(self._gaps[kind, stage], microbatches)
+            fields[_NAMES[kind]], dispatch[kind] = rows, gaps
+        for v in range(len(parts) - 1):
+            a, b, draw = where.stage_of(v), where.stage_of(v + 1), np.random.default_rng([number, 9, v])
+            for name, link in (("latency_forward", (a, b)), ("latency_backward", (b, a))):
+                fields[name].append(self._drawn_messages(link, draw, microbatches))
+        shape = (len(parts) - 1, microbatches)
+        for name in ("latency_forward", "latency_backward"):
+            fields[name] = np.array(fields[name]).reshape(shape)
+        if step.costs.held is not None:
+            fields["held"] = self._weights(parts, self._shares(F, layers.num_bytes)) @ step.costs.held
+        costs = CostTable(where.stages, where.chunks, where.layout, microbatches, sizes=step.costs.sizes, **fields)
+        order = {kind: np.zeros_like(rows) for kind, rows in dispatch.items()}
+        late = {self._costs.stage_of(task.virtual_stage): seconds for task, seconds in step.opening.items()}
+        opening = {Task(F, 0, where.virtual_stages(stage)[0]): seconds for stage, seconds in late.items()}
+        return RecordedStep(costs, dispatch, order, opening, step.closing, step.seconds)
+
+    def _weights(self, parts: Sequence[range], shares: Matrix) -> Matrix:
+        """What each new virtual stage takes of each recorded one."""
+        weights = np.zeros((len(parts), self._costs.num_virtual_stages))
+        for v, part in enumerate(parts):
+            np.add.at(weights[v], self._home[part], shares[part])
+        return weights
+
+    def _jitter_weight(self, kind: Kind) -> Matrix:
+        """The mean time of each recorded virtual stage."""
+        mean: Matrix = np.mean([step.costs.durations[kind].mean(axis=1) for step in self._recorded], axis=0)
+        return mean
+
+    def _drawn_messages(self, link: tuple[int, int], draw: np.random.Generator, microbatches: int) -> Matrix:
+        if link[0] == link[1]:
+            return np.zeros(microbatches)
+        known = self._messages.get(link, self._messages.get(link[::-1], self._all_messages))
+        drawn: Matrix = draw.choice(known, microbatches)
+        return drawn
+
+
+_NAMES: Mapping[Kind, str] = {F: "forward", B: "backward", W: "weight"}
+
+
+def resized(steps: Sequence[RecordedStep], number: int, microbatches: int) -> RecordedStep:
+    """The step of a number, and as much of those behind it as has so many microbatches together."""
+    own = steps[0].costs.microbatches
+    step = reduce(joined, [steps[(number + n) % len(steps)] for n in range(-(-microbatches // own))])
+    if step.costs.microbatches == microbatches:
+        return step
+    fields: dict[str, Any] = {"microbatches": microbatches}
+    for name in MATRICES.values():
+        rows = getattr(step.costs, name)
+        fields[name] = None if rows is None else rows[:, :microbatches]
+    if step.costs.sizes is not None:
+        fields["sizes"] = step.costs.sizes[:microbatches]
+    dispatch, order = ({k: rows[:, :microbatches] for k, rows in each.items()} for each in (step.dispatch, step.order))
+    opening = {task: late for task, late in step.opening.items() if task.microbatch < microbatches}
+    return replace(step, costs=replace(step.costs, **fields), dispatch=dispatch, order=order, opening=opening)
+
+
+def _merged(step: RecordedStep) -> RecordedStep:
+    """Backward as one task, dispatched once."""
+    dispatch, order = (without_weights(each) for each in (step.dispatch, step.order))
+    return replace(step, costs=step.costs.to_unsplit(), dispatch=dispatch, order=order)
+
+
+def without_weights(rows: Rows) -> Rows:
+    """Without those of weight tasks."""
+    return {kind: own for kind, own in rows.items() if kind in (F, B)}
+
+
+def _check_layout(costs: CostTable, layers: Layers) -> None:
+    own = layers.layout.where
+    is_placed = own.chunks == 1 or costs.placement == own.layout
+    if not is_placed or (costs.stages, costs.chunks) != (own.stages, own.chunks):
+        recorded = f"{costs.stages} stages of {costs.chunks} chunk(s), {costs.placement}"
+        split = f"{own.stages} of {own.chunks}, {own.layout}"
+        raise ConfigError(f"layers: the trace has {recorded}, the file {split}: must be of the split that was recorded")

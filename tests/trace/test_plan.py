@@ -1,0 +1,304 @@
+"""The plans for a trace: what the simulator gives for the same layers elsewhere, and how far the search gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from batches import long
+
+from rrfp.costs import CostTable, make_costs
+from rrfp.errors import ConfigError
+from rrfp.lab.advice.advice import Wishes
+from rrfp.lab.planning.layers import Layout, read_layers
+from rrfp.lab.planning.plan import Request, plan_file
+from rrfp.lab.planning.report import Plans
+from rrfp.lab.simulation import simulate
+from rrfp.model.placement import Placement
+from rrfp.pipeline.plan_file import Plan
+from rrfp.trace.chrome import write_chrome
+
+STEPS, STAGES, MICROBATCHES = 5, 4, 8
+METHOD: Any = {"hint": "slot-aware-pyramid", "limit": "2n"}
+
+#: Layers whose head is as long as six of them, and whose first ones are longer than the others.
+HEAVY = [1.5, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+HEAD = 6.0
+
+
+def table(
+    step: int, layout: Layout, weights: Sequence[float] = HEAVY, head: float = HEAD, *, split: bool = False
+) -> CostTable:
+    """A step with the layers on this layout: every microbatch of its own length, the first layers' apart from it."""
+    draw = np.random.default_rng(step)
+    length, image = np.exp(0.25 * draw.standard_normal((2, MICROBATCHES)))
+    rows = [0.004 * weight * (image if n < 2 else length) for n, weight in enumerate(weights)]
+    pieces = np.array([0 * length, *rows, 0.004 * head * length])
+    parts = np.array([pieces[part].sum(axis=0) for part in layout.pieces(len(weights))])
+    times: Any = {"backward": 2 * parts, "weight": None}
+    if split:
+        times = {"backward": parts, "weight": parts}
+    latency = np.full((len(parts) - 1, MICROBATCHES), 0.0005)
+    where = layout.where
+    return CostTable(
+        where.stages,
+        where.chunks,
+        where.layout,
+        MICROBATCHES,
+        forward=parts,
+        latency_forward=latency,
+        latency_backward=latency,
+        held=1e6 * parts / 0.004,
+        **times,
+    )
+
+
+def even(chunks: int = 1, placement: Any = "looped", stages: int = STAGES, layers: int = 8) -> Layout:
+    parts = stages * chunks
+    return Layout(Placement(stages, chunks, placement), tuple(range(layers // parts, layers, layers // parts)))
+
+
+def files(path: Path, layout: Layout, *, weights: Sequence[float] = HEAVY, head: float = HEAD, **shape: Any) -> Request:
+    """A trace of the layout, and what each layer takes in any unit."""
+    steps = [table(step, layout, weights, head, **shape) for step in range(STEPS)]
+    traces = [simulate(step, **METHOD).result.trace(n) for n, step in enumerate(steps)]
+    write_chrome(path / "trace.json", traces)
+    write_layers(path / "layers.json", layout, weights, head)
+    return Request(path / "layers.json")
+
+
+def write_layers(path: Path, layout: Layout, weights: Sequence[float], head: float) -> None:
+    def piece(weight: float, name: str) -> dict[str, Any]:
+        return {"names": [name], "forward": weight, "backward": 2 * weight, "num_bytes": int(1000 * weight)}
+
+    where, layers = layout.where, [piece(weight, f"layers.{n}") for n, weight in enumerate(weights)]
+    split = {"stages": where.stages, "chunks": where.chunks, "placement": where.layout, "cuts": [*layout.cuts]}
+    document = {**split, "before": piece(0, "embed"), "layers": layers, "after": piece(head, "head")}
+    path.write_text(json.dumps(document))
+
+
+def plans_on(path: Path, request: Request, ran: Callable[[], object] = lambda: None, **wishes: Any) -> Plans:
+    return plan_file(str(path / "trace.json"), request, Wishes(skip_first=0, **{**METHOD, **wishes}), ran)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    """For the even cut."""
+    path = tmp_path_factory.mktemp("planned")
+    return plans_on(path, files(path, even()))
+
+
+def mean_seconds(layout: Layout, weights: Sequence[float] = HEAVY, head: float = HEAD, **method: Any) -> float:
+    steps = [table(step, layout, weights, head) for step in range(STEPS)]
+    return float(np.mean([simulate(step, **{**METHOD, **method}).makespan for step in steps]))
+
+
+def layout_of(plan: Plan | None) -> Layout:
+    assert plan is not None
+    assert plan.cuts is not None
+    return Layout(plan.where, plan.cuts)
+
+
+@pytest.mark.parametrize("recorded", [even(2, "v"), long(even()), long(even(2, "looped"))], ids=str)
+def test_a_plan_takes_what_the_same_layers_take_there(tmp_path: Path, recorded: Layout) -> None:
+    plans = plans_on(tmp_path, files(tmp_path, recorded))
+    assert plans.measured == pytest.approx(mean_seconds(recorded), rel=1e-4)
+    assert plans.rebuilt == pytest.approx(plans.measured, rel=0.01)
+    assert plans.doubt == ""
+    assert plans.rows
+    for row in plans.rows:
+        assert row.plan is not None
+        if not row.plan.split:
+            method: Any = {"hint": row.plan.hint, "limit": row.plan.limit}
+            assert row.seconds == pytest.approx(mean_seconds(layout_of(row.plan), **method), rel=0.01)
+
+
+def test_the_best_cut_leaves_the_stage_with_the_head_few_layers(planned: Plans) -> None:
+    assert planned.best is not None
+    assert planned.best.saved.low > 0.12
+    assert planned.now.saved.value == 0
+    one = [row for row in planned.rows if row.plan and row.plan.chunks == 1]
+    assert all(row.layers.endswith(" 1") for row in one)
+    seconds = [row.seconds for row in planned.rows]
+    assert seconds == sorted(seconds)
+    assert [row.name for row in planned.peers] == ["torch's 1F1B", "torch's ZBV"]
+    assert min(row.seconds for row in planned.peers) > planned.best.seconds
+
+
+def best_of_all(weights: Sequence[float], head: float, methods: Sequence[tuple[str, str]]) -> float:
+    """The least that any cut, placement and method takes."""
+    found: list[float] = []
+    for chunks, placement in ((1, "looped"), (2, "v"), (2, "looped")):
+        where: Any = Placement(STAGES, chunks, placement)  # type: ignore[arg-type]
+        for cuts in combinations(range(1, 8), where.num_virtual_stages - 1):
+            found += [mean_seconds(Layout(where, cuts), weights, head, hint=h, limit=k) for h, k in methods]
+    return min(found)
+
+
+EVERY_METHOD = [*product(("slot-aware-pyramid", "slot-aware", "bf"), ("1f1b", "n", "2n"))]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "methods"), [(range(1), EVERY_METHOD[2:3]), long(range(1, 12), EVERY_METHOD)], ids=["one", "twelve"]
+)
+def test_the_search_comes_within_three_percent_of_trying_all(
+    tmp_path: Path, seeds: range, methods: Sequence[tuple[str, str]]
+) -> None:
+    """8 layers on 4 stages."""
+    for seed in seeds:
+        draw = np.random.default_rng(seed)
+        weights, head = draw.choice([0.7, 1.0, 1.0, 2.0], 8).tolist(), float(draw.choice([0.5, 2.0, 5.0]))
+        plans = plans_on(tmp_path, files(tmp_path, even(), weights=weights, head=head))
+        whole = [row.plan for row in plans.rows if row.plan is not None and not row.plan.split]
+        found = min(mean_seconds(layout_of(plan), weights, head, hint=plan.hint, limit=plan.limit) for plan in whole)
+        assert found <= 1.03 * best_of_all(weights, head, methods)
+
+
+def test_without_layer_times_limits_and_hints_are_searched_on_the_recorded_steps(tmp_path: Path) -> None:
+    files(tmp_path, even())
+    plans = plans_on(tmp_path, Request(), limit="1f1b")
+    assert plans.rebuilt is None
+    assert any("layer times are not known" in line for line in plans.skipped)
+    limits = [row for row in plans.rows if row.plan and row.plan.limit == "2n" and not row.plan.split]
+    assert limits[0].seconds == pytest.approx(mean_seconds(even(), hint=limits[0].plan.hint if limits[0].plan else ""))
+    assert all(row.plan is not None and row.plan.cuts is None for row in plans.rows)
+
+
+def test_a_budget_in_bytes_holds_for_every_row(tmp_path: Path, planned: Plans) -> None:
+    request, free = files(tmp_path, even()), planned
+    assert free.best is not None
+    tight = plans_on(tmp_path, replace(request, memory=f"{free.best.num_bytes // 4}B", tasks=15_000))
+    assert tight.best is not None
+    for row in tight.rows:
+        assert 0 < row.num_bytes <= free.best.num_bytes // 4
+        assert row.plan is not None
+        assert row.plan.limit.bytes == free.best.num_bytes // 4  # type: ignore[union-attr]
+    assert tight.best.seconds > free.best.seconds
+    none = plans_on(tmp_path, replace(request, memory="1B", tasks=1))
+    assert none.best is None
+    assert any(line.startswith("layouts of 2 chunks, V: 1 tasks were simulated before") for line in none.skipped)
+    assert "No candidate holds as little" in str(none)
+
+
+def test_more_microbatches_are_compared_by_the_time_of_as_many(tmp_path: Path) -> None:
+    plans = plans_on(tmp_path, replace(files(tmp_path, even()), microbatches=(20, 5)))
+    more = [row for row in plans.rows if row.settings.endswith("20 microbatches")]
+    assert more
+    assert more[0].seconds < min(row.seconds for row in plans.rows if "microbatches" not in row.settings)
+
+
+def test_a_slow_rank_keeps_less_of_the_layers(tmp_path: Path) -> None:
+    """Stage 1 takes half as long again for the same layers."""
+    layout, column = even(), np.array([[1.0], [1.5], [1.0], [1.0]])
+    steps = [table(step, layout, [1.0] * 8, 0.0) for step in range(STEPS)]
+    slowed = [replace(s, forward=s.forward * column, backward=s.backward * column) for s in steps]
+    write_chrome(tmp_path / "trace.json", [simulate(s, **METHOD).result.trace(n) for n, s in enumerate(slowed)])
+    write_layers(tmp_path / "layers.json", layout, [1.0] * 8, 0.0)
+    plans = plans_on(tmp_path, Request(tmp_path / "layers.json"))
+    assert any("stage 1 takes 1.50 times what its layers do" in line for line in plans.assumed)
+    slow = plans_on(tmp_path, Request(tmp_path / "layers.json", slow=(1,)))
+    one = next(row for row in slow.rows if row.plan and row.plan.chunks == 1)
+    bounds = layout_of(one.plan).bounds(8)
+    assert bounds[1][1] - bounds[1][0] == min(stop - start for start, stop in bounds)
+    assert not any("--slow-rank" in line for line in slow.assumed)
+
+
+def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
+    request, count = files(tmp_path, even()), 0
+
+    def ran() -> None:
+        nonlocal count
+        count += 1
+        if count == 150:
+            raise KeyboardInterrupt
+
+    plans = plans_on(tmp_path, request, ran)
+    assert plans.is_interrupted
+    assert plans.best is not None
+    assert plans.best.saved.value > 0.1
+    assert "Tried, until Ctrl-C:" in str(plans)
+
+
+def test_the_file_is_what_a_pipeline_reads(tmp_path: Path, planned: Plans) -> None:
+    document = json.loads(json.dumps(planned.to_json()))
+    assert planned.best is not None
+    assert Plan.read(document) == planned.best.plan
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    assert Plan.read(tmp_path / "plan.json") == planned.best.plan
+
+
+def test_the_cut_in_the_words_of_others(tmp_path: Path) -> None:
+    write_layers(tmp_path / "layers.json", even(), HEAVY, HEAD)
+    layers = read_layers(tmp_path / "layers.json")
+    layout = Layout(Placement(2, 2), (1, 3, 6))
+    assert layers.megatron(layout) == "Et|t*2|t*3|t*2L"
+    assert layers.megatron(replace(layout, where=Placement(2, 2, "v"))) is None
+    assert layers.torchtitan(layout) == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2"],
+        ["layers.3", "layers.4", "layers.5"],
+        ["layers.6", "layers.7", "norm", "lm_head"],
+    ]
+
+
+def test_megatron_reads_its_string(tmp_path: Path) -> None:
+    module = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    write_layers(tmp_path / "layers.json", even(), HEAVY, HEAD)
+    layers, layout = read_layers(tmp_path / "layers.json"), Layout(Placement(2, 2), (1, 3, 6))
+    read = module.PipelineParallelLayerLayout.parse_str_to_list(layers.megatron(layout))
+    assert [[each.name for each in part].count("decoder") for part in read] == [1, 2, 3, 2]
+    assert (read[0][0].name, read[-1][-1].name) == ("embedding", "loss")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": 2, "cuts": [4]}, "layers: the trace has 4 stages of 1 chunk(s), looped, the file 2 of 1, looped"),
+        ({"cuts": [2, 4]}, "cuts is [2, 4], must leave 4 parts a layer or more"),
+        ({"placement": "u"}, "placement is 'u', must be one of: looped, v"),
+        ({"layers": 3}, "layers is 3, must be a list"),
+        ({"after": {"names": []}}, "after.forward is absent"),
+        ({"more": 1}, "'more' is unknown, must be one of: stages"),
+    ],
+)
+def test_a_file_of_layers_that_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    request = files(tmp_path, even())
+    document = json.loads((tmp_path / "layers.json").read_text())
+    (tmp_path / "layers.json").write_text(json.dumps({**document, **change}))
+    with pytest.raises(ConfigError) as refused:
+        plans_on(tmp_path, request)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(memory="much"), "memory is 'much', must be a size such as 8GB"),
+        (Request(slow=(1,)), "slow-rank needs --layers"),
+        (Request(slow=(4,)), "slow-rank is 4, must be a whole number 0..3"),
+        (Request(microbatches=(0,)), "microbatches is 0, must be a whole number >= 1"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(tmp_path: Path, request_: Request, message: str) -> None:
+    files(tmp_path, even())
+    with pytest.raises(ConfigError) as refused:
+        plans_on(tmp_path, request_)
+    assert message in str(refused.value)
+
+
+def test_too_few_steps_and_graphs_are_refused(tmp_path: Path) -> None:
+    files(tmp_path, even())
+    with pytest.raises(ConfigError, match="must have at least 5"):
+        plan_file(str(tmp_path / "trace.json"), Request(), Wishes(skip_first=3))
+    steps = [make_costs("llm", 2, 4, step=step, latency="constant") for step in range(STEPS)]
+    write_chrome(tmp_path / "trace.json", [simulate(s, strict="1f1b").result.trace(n) for n, s in enumerate(steps)])
+    fixed = plan_file(str(tmp_path / "trace.json"), Request(), Wishes(skip_first=0, strict="1f1b"))
+    assert fixed.now.settings == "1f1b (strict)"
+    assert fixed.best is not None
+    assert fixed.best.plan is not None
