@@ -1,7 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Each sets up .venv from requirements*.lock first, once.
 #   PYTHON=python3.12        the interpreter .venv is made from (3.11 or newer)
 #   INDEX_URL=https://...    the package index to install from; default: pip's own configuration
-#   ARGS="..."               passed on by `make demo` (to rrfp demo) and by `make test` (to pytest)
+#   ARGS="..."               passed on by `make demo` (to rrfp demo), `make test` (to pytest) and `make peers`
 #   GPU_PYTHON=3.12          the version of Python for which `make gpu-wheels` fetches wheels
 #   DEVICE=cuda|stub|double  where `make gpu-test` and `make gpu-bench` run; the others are stand-ins on the CPU: stub is
 #                            torch's own CUDA build over a stub of CUDA, for which out/gpu-stub is set up first (3 GB)
@@ -23,10 +23,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long long-site mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
+.PHONY: help setup demo test test-fast test-long long-site peers-site peers mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
 
 help:
-	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | peers | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -51,6 +51,17 @@ $(LONG_SITE)/.ready: requirements-long.lock | $(READY)
 	rm -rf $(LONG_SITE)
 	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) --no-deps --target $(LONG_SITE) -r requirements-long.lock
 	@touch $@
+
+# DeepSpeed, for benchmarks/peers: built from its sources without its CUDA operators, beside the torch of .venv.
+PEERS_SITE := out/peers-site
+peers-site: $(PEERS_SITE)/.ready
+$(PEERS_SITE)/.ready: requirements-peers.lock | $(READY)
+	rm -rf $(PEERS_SITE)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) --no-deps --no-build-isolation --target $(PEERS_SITE) -r requirements-peers.lock
+	@touch $@
+
+peers: $(READY) peers-site
+	$(BIN)/python benchmarks/peers/run.py $(ARGS)
 
 # Do the tests notice when the code is wrong? See tests/mutation/check.py for ARGS.
 mutation: $(READY)
@@ -138,5 +149,6 @@ $(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) -r requirements.lock
 	$(PIP) install $(if $(INDEX_URL),--index-url $(INDEX_URL)) --no-deps -r requirements-no-deps.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(BIN)/python rrfp/lab/report/library.py
 	@! $(PIP) check | grep --invert-match --extended-regexp '^(No broken requirements found|torchtitan )'
 	@echo "$(CURDIR)" > $@

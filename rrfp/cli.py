@@ -90,6 +90,7 @@ def _rrfp(
 app.command(cls=Command, rich_help_panel=FIRST)(load(COMMANDS["demo"]))
 app.command(cls=Command, rich_help_panel=MY_JOB)(load(COMMANDS["trace"]))
 app.command(cls=load(COMMAND_CLASSES["advise"]), rich_help_panel=MY_JOB)(load(COMMANDS["advise"]))
+app.command(cls=Command, rich_help_panel=MY_JOB)(load(COMMANDS["report"]))
 app.command(cls=Command, rich_help_panel=MY_JOB)(top)
 app.command(cls=Command, rich_help_panel=MY_JOB)(load(COMMANDS["costs"]))
 app.command(cls=Command, rich_help_panel=MY_JOB)(doctor)

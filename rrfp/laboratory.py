@@ -60,6 +60,7 @@ COMMANDS: Mapping[str, str] = {
     "trace": "rrfp.lab.commands.trace:trace",
     "costs": "rrfp.lab.commands.costs:costs",
     "advise": "rrfp.lab.commands.advise:advise",
+    "report": "rrfp.lab.commands.report:report",
     "simulate": "rrfp.lab.commands.simulate:simulate",
     "sweep": "rrfp.lab.commands.sweep:sweep",
     "check faults": "rrfp.lab.commands.check_faults:faults",
@@ -75,7 +76,11 @@ COMMAND_CLASSES: Mapping[str, str] = {
 }
 
 #: Methods of the product that compute in the laboratory.
-METHODS: Mapping[str, str] = {"Pipeline.advise": "rrfp.lab.advice.advice:AdvisedTrace"}
+METHODS: Mapping[str, str] = {
+    "Pipeline.advise": "rrfp.lab.advice.advice:AdvisedTrace",
+    "Pipeline._repr_html_": "rrfp.lab.report.inline:pipeline_html",
+    "StepTrace._repr_html_": "rrfp.lab.report.inline:trace_html",
+}
 
 #: By entry point group and name: what the registry of that group takes for built in.
 PLUGINS: Mapping[str, Mapping[str, str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -52,16 +52,13 @@ class Chunk(nn.Module):
         return output.view(-1, 1, min(_HIDDEN, output.numel()))
 
 
-def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> dict[str, Step]:
-    """By name, a step of each method; ``stack`` closes what they need."""
+def steps_of(settings: Settings, methods: Iterable[str], stages: Stages, stack: ExitStack) -> dict[str, Step]:
+    """By name, a step of each of ``methods``; ``stack`` closes what they need."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings.stages)
     stack.callback(parallel_state.destroy_model_parallel)
     chunks = {form: _chunks(form, settings, stages) for form in (Form.WHOLE, Form.LOOPED)}
-    return {name: _step(way, settings, chunks[way.form], stack) for name, way in _ways(settings)}
-
-
-def _ways(settings: Settings) -> Iterator[tuple[str, Way]]:
-    return ((name, settings.METHODS[name]) for name in settings.methods)
+    ways = {name: settings.METHODS[name] for name in methods}
+    return {name: _step(way, settings, chunks[way.form], stack) for name, way in ways.items()}
 
 
 def _chunks(form: Form, settings: Settings, stages: Stages) -> list[Chunk]:

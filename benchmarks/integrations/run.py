@@ -4,7 +4,7 @@
         [--rounds N] [--quick] [--json [FILE]]
 
 One process a rank, under torchrun, builds stock stages around modules that sleep a cost table's time, as in
-benchmarks/against_torch. All schedules of a layout run the very same stage objects, alternating by step: all have the
+benchmarks/peers. All schedules of a layout run the very same stage objects, alternating by step: all have the
 same table in a round. torch's messages travel by gloo, RRFP's by its default transport.
 
 schedules: torch's Schedule1F1B (one stage a rank), ScheduleInterleaved1F1B (looped, two) and ScheduleZBVZeroBubble (in
@@ -27,7 +27,7 @@ costs with the method's hint, limit and order, and messages that take no time (f
 Megatron's do), and processor time a task beside that of Megatron's schedule. Without jitter all is run once more with
 messages of 4 KiB, whose processor time is the runtimes' alone.
 
-The columns, the rule for undisturbed steps and the checks of every step are those of benchmarks/against_torch.
+The columns, the rule for undisturbed steps and the checks of every step are those of benchmarks/peers.
 "/ bound" is over the lower bound for whole tasks on one chunk, "/ own bound" over that of the method's own table; in
 the case they are one. "held" is the most microbatches on the worst rank, and the sum over all ranks.
 
@@ -37,7 +37,7 @@ the case they are one. "held" is the most microbatches on the worst rank, and th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,6 +70,8 @@ def main() -> None:
     measured: list[tuple[Settings, Results]] = []
     for settings, steps in steps_measured(Path(__file__).with_name("worker.py"), every):
         measured.append((settings, results_of(settings, steps)))
+        if arguments.json != "":  # a run that is stopped has shown what it measured
+            _print(*measured[-1])
     document = {
         "settings": list(map(asdict, every)),
         "figures": [
@@ -87,34 +89,29 @@ def main() -> None:
         "other_load": load.share(),
     }
 
-    def tables() -> None:
-        _print(measured)
-        print(load.sentence())
-
-    report(arguments.json, document, tables)
+    report(arguments.json, document, lambda: print(load.sentence()))
 
 
-def _print(measured: Sequence[tuple[Settings, Results]]) -> None:
+def _print(settings: Settings, results: Results) -> None:
     console = Console(width=max(Console().width, 190))
-    for settings, results in measured:
-        console.print(f"messages of {settings.num_bytes >> 10:,} KiB", highlight=False)
-        for cell, figures in results.items():
-            console.print(times_table(cell, figures, [name for name in Settings.PEERS if name in figures]))
-            if settings.runs_megatron:
-                console.print(cpu_table(cell, figures), engine_table(settings, cell, figures))
-        if settings.profiles == (CASE_PROFILE,):
-            console.print(f"{CASE_PROFILE} is an emulation on the CPU.", highlight=False)
-        if aims := list(aims_of(settings, results)):
-            console.print(aims_table(aims))
-        for line in discarded(results):
-            console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"messages of {settings.num_bytes >> 10:,} KiB", highlight=False)
+    for cell, figures in results.items():
+        console.print(times_table(cell, figures, [name for name in Settings.PEERS if name in figures]))
+        if settings.runs_megatron:
+            console.print(cpu_table(cell, figures), engine_table(settings, cell, figures))
+    if settings.profiles == (CASE_PROFILE,):
+        console.print(f"{CASE_PROFILE} is an emulation on the CPU.", highlight=False)
+    if aims := list(aims_of(settings, results)):
+        console.print(aims_table(aims))
+    for line in discarded(results):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _arguments() -> argparse.Namespace:
     parser = parser_of("RRFP in the place of torch's and Megatron's schedules.", json_file=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--stages", nargs="+", type=int, default=[8], help="of torch's schedules, at least 2")
-    parser.add_argument("--profile", nargs="+", choices=list(PROFILES), default=list(PROFILES), help="workloads")
+    parser.add_argument("--profile", nargs="+", choices=list(PROFILES), default=["llm", "mllm"], help="workloads")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, at least 1")
     arguments = parser.parse_args()
     check_comparison(parser, arguments)

@@ -23,64 +23,86 @@ class Receives(StrEnum):
     OCCUPIED = "occupied"
 
 
+class Place(StrEnum):
+    """What holds the sleeping modules of a rank."""
+
+    PIPELINE = "rrfp.Pipeline"
+    STAGES = "torch's pipeline stages"
+    CHUNKS = "Megatron's model chunks"
+    LAYERS = "DeepSpeed's pipeline module"
+
+
 @dataclass(frozen=True, slots=True)
 class Way(Method):
-    """A schedule over torch's pipeline stages, or over Megatron's model chunks.
+    """A way to run a step, over the stages of one of the systems.
 
     Attributes:
+        place: whose stages.
+        schedule: its class in ``torch.distributed.pipelining``, if it is torch's.
         receives: how its RECVs behave, if it is torch's; all but the first are emulated.
         as_torch: whether RRFP's limit on each rank is what torch's or Megatron's own schedule holds there.
     """
 
+    place: Place = Place.STAGES
+    schedule: str = ""
     receives: Receives = Receives.POSTED
     as_torch: bool = False
 
 
-def _torch(form: Form, receives: Receives = Receives.POSTED) -> Way:
-    return Way(Runtime.TORCH, form, receives=receives)
+def torch_way(schedule: str, form: Form, receives: Receives = Receives.POSTED) -> Way:
+    """A schedule of torch's."""
+    return Way(Runtime.TORCH, form, schedule=schedule, receives=receives)
 
 
-def _rrfp(form: Form, limit: str = "") -> Way:
-    options: dict[str, Any] = {"split": form.is_split} | ({"limit": limit} if limit else {})
-    return Way(Runtime.RRFP, form, cast("OptionArguments", options), as_torch=not limit)
+def rrfp_way(form: Form, limit: str = "", place: Place = Place.STAGES) -> Way:
+    """RRFP on another system's stages; without a limit, it holds what that system's own schedule does."""
+    options: dict[str, Any] = {"limit": limit} if limit else {}
+    if place is Place.STAGES:
+        options["split"] = form.is_split
+    return Way(Runtime.RRFP, form, cast("OptionArguments", options), place=place, as_torch=not limit)
+
+
+def megatron_way(form: Form) -> Way:
+    """A schedule of Megatron's."""
+    return Way(Runtime.MEGATRON, form, place=Place.CHUNKS)
 
 
 TORCH_1F1B, TORCH_INTERLEAVED, TORCH_ZBV = "torch 1F1B", "torch interleaved", "torch ZBV"
 
 #: Torch's classes and `ScheduleRRFP` with its default hint; the latter's names say where stages lie, and the limit.
 SCHEDULES: Mapping[str, Way] = {
-    TORCH_1F1B: _torch(Form.WHOLE),
-    TORCH_INTERLEAVED: _torch(Form.LOOPED),
-    TORCH_ZBV: _torch(Form.V),
-    "one, 1f1b": _rrfp(Form.WHOLE, "1f1b"),
-    "one, 2n": _rrfp(Form.WHOLE, "2n"),
-    "one, split, n": _rrfp(Form.SPLIT, "n"),
-    "looped, as torch": _rrfp(Form.LOOPED),
-    "looped, 2n": _rrfp(Form.LOOPED, "2n"),
-    "looped, split, 2n": _rrfp(Form.LOOPED_SPLIT, "2n"),
-    "V, n": _rrfp(Form.V, "n"),
-    "V, 2n": _rrfp(Form.V, "2n"),
+    TORCH_1F1B: torch_way("Schedule1F1B", Form.WHOLE),
+    TORCH_INTERLEAVED: torch_way("ScheduleInterleaved1F1B", Form.LOOPED),
+    TORCH_ZBV: torch_way("ScheduleZBVZeroBubble", Form.V),
+    "one, 1f1b": rrfp_way(Form.WHOLE, "1f1b"),
+    "one, 2n": rrfp_way(Form.WHOLE, "2n"),
+    "one, split, n": rrfp_way(Form.SPLIT, "n"),
+    "looped, as torch": rrfp_way(Form.LOOPED),
+    "looped, 2n": rrfp_way(Form.LOOPED, "2n"),
+    "looped, split, 2n": rrfp_way(Form.LOOPED_SPLIT, "2n"),
+    "V, n": rrfp_way(Form.V, "n"),
+    "V, 2n": rrfp_way(Form.V, "2n"),
 }
 
 #: Of pytorch#172668: torch's interleaved schedule with each kind of RECV, and RRFP on the same stages.
 CASE: Mapping[str, Way] = {
-    **{f"torch, {receives}": _torch(Form.LOOPED, receives) for receives in Receives},
-    "RRFP, as torch": _rrfp(Form.LOOPED),
-    "RRFP, 2n": _rrfp(Form.LOOPED, "2n"),
+    **{f"torch, {receives}": torch_way("ScheduleInterleaved1F1B", Form.LOOPED, receives) for receives in Receives},
+    "RRFP, as torch": rrfp_way(Form.LOOPED),
+    "RRFP, 2n": rrfp_way(Form.LOOPED, "2n"),
 }
 
 MEGATRON_1F1B, MEGATRON_INTERLEAVED = "Megatron 1F1B", "Megatron interleaved"
 
 #: Megatron's schedules, and what `rrfp.integrations.megatron` puts in their place, with its default hint.
 MEGATRON: Mapping[str, Way] = {
-    MEGATRON_1F1B: Way(Runtime.MEGATRON, Form.WHOLE),
-    "RRFP, one, window": _rrfp(Form.WHOLE),
-    "RRFP, one, n": _rrfp(Form.WHOLE, "n"),
-    "RRFP, one, 2n": _rrfp(Form.WHOLE, "2n"),
-    MEGATRON_INTERLEAVED: Way(Runtime.MEGATRON, Form.LOOPED),
-    "RRFP, looped, window": _rrfp(Form.LOOPED),
-    "RRFP, looped, n": _rrfp(Form.LOOPED, "n"),
-    "RRFP, looped, 2n": _rrfp(Form.LOOPED, "2n"),
+    MEGATRON_1F1B: megatron_way(Form.WHOLE),
+    "RRFP, one, window": rrfp_way(Form.WHOLE, place=Place.CHUNKS),
+    "RRFP, one, n": rrfp_way(Form.WHOLE, "n", Place.CHUNKS),
+    "RRFP, one, 2n": rrfp_way(Form.WHOLE, "2n", Place.CHUNKS),
+    MEGATRON_INTERLEAVED: megatron_way(Form.LOOPED),
+    "RRFP, looped, window": rrfp_way(Form.LOOPED, place=Place.CHUNKS),
+    "RRFP, looped, n": rrfp_way(Form.LOOPED, "n", Place.CHUNKS),
+    "RRFP, looped, 2n": rrfp_way(Form.LOOPED, "2n", Place.CHUNKS),
 }
 
 #: The workload of `CASE`, with the levels of its jitter: the deviation of a factor's logarithm.
@@ -110,7 +132,7 @@ class Settings(Comparison):
     @property
     def runs_megatron(self) -> bool:
         """Whether its stages are chunks of a Megatron model."""
-        return self.methods[0] in MEGATRON
+        return self.METHODS[self.methods[0]].place is Place.CHUNKS
 
     def table(self, turn: Turn, form: Form | None = None) -> CostTable:
         """See `Comparison.table`."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.integrations.receives import emulated
 from benchmarks.integrations.settings import Settings, Way
@@ -22,8 +18,6 @@ from benchmarks.shared.tables import Form
 from benchmarks.shared.turns import SILENT, Step
 from rrfp import Limit
 from rrfp.integrations.torch import ScheduleRRFP
-
-_TORCH = {Form.WHOLE: Schedule1F1B, Form.LOOPED: ScheduleInterleaved1F1B, Form.V: ScheduleZBVZeroBubble}
 
 
 class Buffers:
@@ -45,26 +39,30 @@ class Buffers:
         self._kept = [(stage.args_recv_info, stage.grad_recv_info) for stage in self._stages]
 
 
-def steps_of(settings: Settings, rank: int, stages: Stages, stack: ExitStack) -> dict[str, Step]:
-    """By name, a step of each method; ``stack`` closes what they need."""
+def steps_of(
+    settings: Settings, methods: Iterable[str], rank: int, stages: Stages, stack: ExitStack
+) -> dict[str, Step]:
+    """By name, a step of each of ``methods``; ``stack`` closes what they need."""
     parts: dict[tuple[int, str], list[PipelineStage]] = {}
     steps = {}
-    for name in settings.methods:
+    for name in methods:
         way = settings.METHODS[name]
         key = way.form.chunks, way.form.layout
         if key not in parts:
-            parts[key] = _pipeline_stages(way.form, rank, stages)
-        steps[name] = _step(way, settings, rank, parts[key], stack)
+            parts[key] = pipeline_stages(way.form, rank, stages)
+        steps[name] = step_of(way, settings, rank, parts[key], stack)
     return steps
 
 
-def _pipeline_stages(form: Form, rank: int, stages: Stages) -> list[PipelineStage]:
+def pipeline_stages(form: Form, rank: int, stages: Stages) -> list[PipelineStage]:
+    """torch's stages around the rank's modules."""
     placement = stages.placement(form)
     modules = zip(placement.virtual_stages(rank), stages.of(form), strict=True)
     return [PipelineStage(module, v, placement.num_virtual_stages, torch.device("cpu")) for v, module in modules]
 
 
-def _step(way: Way, settings: Settings, rank: int, parts: list[PipelineStage], stack: ExitStack) -> Step:
+def step_of(way: Way, settings: Settings, rank: int, parts: list[PipelineStage], stack: ExitStack) -> Step:
+    """A step of one method over ``parts``."""
     count, buffers = settings.microbatches, Buffers(parts)
     schedule = _schedule(way, settings, rank, parts, stack)
     inputs = (torch.zeros(count, 1),) if any(part.is_first for part in parts) else ()
@@ -84,7 +82,8 @@ def _step(way: Way, settings: Settings, rank: int, parts: list[PipelineStage], s
 def _schedule(way: Way, settings: Settings, rank: int, parts: list[PipelineStage], stack: ExitStack) -> Any:
     count = settings.microbatches
     if way.runtime is Runtime.TORCH:
-        return _TORCH[way.form](parts if len(parts) > 1 else parts[0], count, loss_fn=loss_fn, scale_grads=False)
+        of_torch = getattr(pipelining, way.schedule)
+        return of_torch(parts if len(parts) > 1 else parts[0], count, loss_fn=loss_fn, scale_grads=False)
     options: dict[str, Any] = {**SILENT, **way.options}
     if way.as_torch:
         options["limit"] = Limit(settings.own_limit(way, rank))

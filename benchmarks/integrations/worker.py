@@ -21,10 +21,14 @@ def main() -> None:
         settings, rank = Settings.from_json(sys.argv[1]), dist.get_rank()
         stages = Stages(rank, settings.stages, settings.num_bytes)
         if settings.runs_megatron:
-            from benchmarks.integrations.megatron_systems import steps_of
+            from benchmarks.integrations import megatron_systems
+
+            steps = megatron_systems.steps_of(settings, settings.methods, stages, stack)
         else:
-            from benchmarks.integrations.systems import steps_of
-        run_turns(settings, stages, steps_of(settings, rank, stages, stack))
+            from benchmarks.integrations import systems
+
+            steps = systems.steps_of(settings, settings.methods, rank, stages, stack)
+        run_turns(settings, stages, steps)
     dist.barrier()
     dist.destroy_process_group()
 

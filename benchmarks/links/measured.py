@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.links.settings import AUTO, TORCH_1F1B, Settings
+from benchmarks.links.settings import AUTO, TIGHT, TORCH_1F1B, Settings
 from benchmarks.links.simulated import LINKS
+from benchmarks.links.trace import Aim
 from benchmarks.shared.comparison import Cell
 from benchmarks.shared.runs import steps_measured
 from benchmarks.shared.steps import Step
@@ -34,13 +35,13 @@ class Row:
     simulated: float | None = None
 
 
-def measure(settings: Settings) -> Iterator[Row]:
+def measure(settings: Settings) -> list[Step]:
     """Run the processes."""
     steps = [step for _, steps in steps_measured(Path(__file__).with_name("worker.py"), [settings]) for step in steps]
     for step in steps:
         if step.turn.number > 0:  # torch's first step runs a forward twice, for its shapes
             step.check(settings.table(step.turn))
-    yield from rows_of(settings, steps)
+    return steps
 
 
 def rows_of(settings: Settings, steps: Iterable[Step]) -> Iterator[Row]:
@@ -75,25 +76,13 @@ def _simulated(settings: Settings, step: Step) -> float | None:
     return simulate(costs, **options).makespan  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What was to be shown at 60 ms on one link."""
-
-    name: str
-    value: float
-    sense: str
-    limit: float
-
-    @property
-    def is_met(self) -> bool:
-        """Whether it was."""
-        return self.value <= self.limit if self.sense == "at most" else self.value >= self.limit
-
-
 def aims_of(rows: Sequence[Row], stages: int) -> list[Aim]:
     """The aims, for the cells that were measured."""
     found = {(row.links, row.delay, row.method): row for row in rows}
     aims = []
+    auto, tight = (found.get(("none", 0, method)) for method in (AUTO, TIGHT))
+    if auto is not None and tight is not None:
+        aims.append(Aim("nothing slow: auto over 1f1b", auto.milliseconds / tight.milliseconds, "at most", 1.01))
     for links in LINKS:
         auto, torch, own = (found.get(key) for key in ((links, 60, AUTO), (links, 60, TORCH_1F1B), ("none", 0, AUTO)))
         if len(LINKS[links]) > 1 or auto is None or own is None:

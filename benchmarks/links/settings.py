@@ -8,24 +8,29 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from benchmarks.integrations import settings as integrations
+from benchmarks.integrations.settings import Place, Way, torch_way
+from benchmarks.links import trace
 from benchmarks.links.simulated import LINKS, MILLISECONDS
-from benchmarks.shared.comparison import Cell, Comparison, Method, Runtime, Turn
+from benchmarks.shared.comparison import Cell, Runtime, Turn
 from benchmarks.shared.tables import Form
 from rrfp.costs import CostTable
 from rrfp.model.placement import Placement
 from rrfp.pipeline.options import OptionArguments
 
 
-def _rrfp(form: Form, **options: Any) -> Method:
-    return Method(Runtime.RRFP, form, cast("OptionArguments", {**options, "split": form is Form.SPLIT}))
+def _rrfp(form: Form, **options: Any) -> Way:
+    own = cast("OptionArguments", {**options, "split": form is Form.SPLIT})
+    return Way(Runtime.RRFP, form, own, place=Place.PIPELINE)
 
 
-TORCH_1F1B, TORCH_ZBV, STRICT, AUTO = "torch 1F1B", "torch ZBV", "strict 1f1b", "auto"
+TORCH_1F1B, TORCH_ZBV, STRICT, TIGHT, AUTO = "torch 1F1B", "torch ZBV", "strict 1f1b", "1f1b", "auto"
 
-METHODS: Mapping[str, Method] = {
-    TORCH_1F1B: Method(Runtime.TORCH, Form.WHOLE),
-    TORCH_ZBV: Method(Runtime.TORCH, Form.V),
+METHODS: Mapping[str, Way] = {
+    TORCH_1F1B: torch_way("Schedule1F1B", Form.WHOLE),
+    TORCH_ZBV: torch_way("ScheduleZBVZeroBubble", Form.V),
     STRICT: _rrfp(Form.WHOLE, strict="1f1b"),
+    TIGHT: _rrfp(Form.SPLIT, limit="1f1b"),
     "n": _rrfp(Form.SPLIT, limit="n"),
     "2n": _rrfp(Form.SPLIT, limit="2n"),
     AUTO: _rrfp(Form.SPLIT, limit="auto"),
@@ -34,18 +39,23 @@ METHODS: Mapping[str, Method] = {
 #: Steps of each method in each cell that are not measured: the limit follows within so many.
 UNMEASURED = 5
 
+#: The slow links by name: those of PipeMorph's trace, which change from step to step.
+TRACE = "trace"
+
 
 @dataclass(frozen=True, slots=True)
-class Settings(Comparison):
+class Settings(integrations.Settings):
     """See `Comparison`: profiles are slow links by name, jitters their milliseconds.
 
-    ``pace`` is by how much tasks and delays are longer than PipeMorph's.
+    ``pace`` is by how much tasks and delays are longer than PipeMorph's; of its trace a step stands for so many
+    ``iterations``.
     """
 
-    METHODS: ClassVar[Mapping[str, Method]] = METHODS
+    METHODS: ClassVar[Mapping[str, Way]] = METHODS
     PEERS: ClassVar[tuple[str, ...]] = (TORCH_1F1B, TORCH_ZBV)
 
     pace: float = 1.0
+    iterations: int = 10
 
     def turns(self) -> Iterator[Turn]:
         """All steps in order: in each cell those that are not measured (numbers up to 0), then alternating rounds."""
@@ -59,13 +69,18 @@ class Settings(Comparison):
                     for method in self.methods:
                         yield Turn(cell, number, method)
 
-    def delay_of(self, cell: Cell) -> tuple[tuple[int, ...], float]:
-        """The slow links of a cell, and their seconds."""
-        return LINKS.get(cell.profile, ()), 1e-3 * self.pace * float(cell.jitter)
+    def delay_of(self, turn: Turn) -> tuple[tuple[int, ...], float]:
+        """The slow links of a step, and their seconds."""
+        cell = turn.cell
+        if cell.profile == TRACE:
+            links, milliseconds = trace.slow_in(turn.number, self.iterations)
+        else:
+            links, milliseconds = LINKS.get(cell.profile, ()), float(cell.jitter)
+        return tuple(link for link in links if link < self.stages - 1), 1e-3 * self.pace * milliseconds
 
     def delayed_table(self, turn: Turn) -> CostTable:
         """The durations of a step, and the latencies of its cell."""
-        table, (links, seconds) = self.table(turn), self.delay_of(turn.cell)
+        table, (links, seconds) = self.table(turn), self.delay_of(turn)
         latency = table.latency_forward.copy()
         latency[list(links)] = seconds
         return replace(table, latency_forward=latency, latency_backward=latency)

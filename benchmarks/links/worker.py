@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.against_torch.systems import step_of
 from benchmarks.links.delays import DelayedSends, Delays, delaying
 from benchmarks.links.settings import Settings
-from benchmarks.shared.comparison import NUM_BYTES, Runtime, Turn
+from benchmarks.peers.systems import step_of
+from benchmarks.shared.comparison import Runtime, Turn
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.turns import run_turns
 
@@ -24,16 +24,16 @@ def main() -> None:
     settings, rank, delays = Settings.from_json(sys.argv[1]), dist.get_rank(), Delays()
     DelayedSends(rank, delays).install()
     with ExitStack() as stack:
-        stages = Stages(rank, settings.stages, NUM_BYTES)
+        stages = Stages(rank, settings.stages, settings.num_bytes)
         steps = {}
         for name in settings.methods:
             method = settings.METHODS[name]
             if method.runtime is Runtime.RRFP:
                 method = replace(method, options={**method.options, "transport": delaying(delays)})
-            steps[name] = step_of(name, method, settings, rank, stages, stack)
+            steps[name] = step_of(method, settings, rank, stages, stack)
 
         def prepare(turn: Turn) -> None:
-            delays.set(*settings.delay_of(turn.cell))
+            delays.set(*settings.delay_of(turn))
 
         run_turns(settings, stages, steps, prepare)
         delays.set((), 0.0)

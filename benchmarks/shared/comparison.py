@@ -23,6 +23,7 @@ class Runtime(StrEnum):
 
     TORCH = "torch"
     MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
     RRFP = "rrfp"
 
 
@@ -129,6 +130,10 @@ class Comparison:
     def reference(self, turn: Turn) -> CostTable:
         """The table whose lower bound serves all methods of a cell: that of whole tasks on one chunk."""
         return self.table(turn, Form.WHOLE)
+
+    def order_alone(self, turn: Turn) -> float | None:
+        """Seconds of the method's step in the engine, where messages take no time; None: it always has one order."""
+        return None
 
     def sizes(self, turn: Turn) -> Sequence[float] | None:
         """The microbatches' sizes, for a method that takes them."""

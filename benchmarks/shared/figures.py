@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import comb
 from typing import Any, Literal
 
 from rich.table import Table
@@ -19,6 +20,25 @@ def quantile(samples: Sequence[float], share: float) -> float:
         raise ValueError("no samples")
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Two of ``samples`` between which the median of all that could be drawn lies with 95%.
+
+    They are the k-th from below and from above with the largest k that suffices. Fewer than six samples never do: then
+    they are the extremes, of five with 94%, of three with 75%.
+
+    Raises:
+        ValueError: if there is no sample.
+    """
+    if not samples:
+        raise ValueError("no samples")
+    ordered, count, rank, below = sorted(samples), len(samples), 0, 1
+    # The median is below the k-th smallest one if at most k - 1 samples are below it, each with 1/2.
+    while 2 * (below + comb(count, rank + 1)) <= 0.05 * 2**count:
+        rank += 1
+        below += comb(count, rank)
+    return ordered[rank], ordered[count - 1 - rank]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,16 @@ def check_comparison(parser: argparse.ArgumentParser, arguments: argparse.Namesp
         parser.error(f"--json is {arguments.json}, must be a file in a folder that exists")
 
 
-def report(json_file: str | None, document: Mapping[str, Any], tables: Callable[[], None]) -> None:
+def report(
+    json_file: str | None,
+    document: Mapping[str, Any],
+    tables: Callable[[], None],
+    text_of: Callable[[Mapping[str, Any]], str] = json.dumps,
+) -> None:
     """Print ``tables``, or the document instead; or print the tables and write the document to a file."""
     if json_file == "":
-        print(json.dumps(document))
+        print(text_of(document))
         return
     tables()
     if json_file:
-        Path(json_file).write_text(json.dumps(document))
+        Path(json_file).write_text(text_of(document))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -19,8 +20,19 @@ _PATIENCE_S = 180.0
 S = TypeVar("S", bound=Comparison)
 
 
-def steps_measured(worker: Path, every: Sequence[S]) -> Iterator[tuple[S, list[Step]]]:
+def steps_measured(
+    worker: Path,
+    every: Sequence[S],
+    keep: Callable[[Any], object] = lambda line: None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[S, list[Step]]]:
     """Run ``worker``, which takes its settings as JSON, for each of ``every``.
+
+    Args:
+        worker: the worker's file.
+        every: one for each set of processes.
+        keep: is given the report of every step as soon as it is there.
+        variables: of the processes' environment.
 
     Raises:
         SystemExit: if a worker failed or hangs; the message says which step was awaited.
@@ -36,7 +48,9 @@ def steps_measured(worker: Path, every: Sequence[S]) -> Iterator[tuple[S, list[S
 
             progress.update(done, description=awaited(), refresh=True)
             plain = settings.to_json()
-            for line in run_workers(worker, settings.stages, plain, awaited=awaited, patience=_PATIENCE_S):
+            options: Any = {"awaited": awaited, "patience": _PATIENCE_S, "variables": variables}
+            for line in run_workers(worker, settings.stages, plain, **options):
+                keep(line)
                 steps.append(Step.of(line, settings.METHODS))
                 progress.update(done, advance=1, description=awaited(), refresh=True)
             yield settings, steps

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.shared.comparison import Cell, Comparison
+from benchmarks.shared.figures import median_interval
 from benchmarks.shared.overhead import Overhead
 from benchmarks.shared.steps import Step
 from rrfp.engine.bound import lower_bound
@@ -22,6 +23,7 @@ class Judged:
         bound: seconds that no order, memory or transport can beat on its table.
         reference_bound: the same on the table of reference, whatever its own form.
         overhead: over its own order.
+        alone: seconds that its method's order alone would take on its table.
         held_bytes: of each stage, the most.
     """
 
@@ -29,6 +31,7 @@ class Judged:
     bound: float
     reference_bound: float
     overhead: Overhead
+    alone: float
     held_bytes: tuple[int, ...]
 
     @classmethod
@@ -37,7 +40,10 @@ class Judged:
         table = settings.table(step.turn)
         step.check(table)
         bounds = lower_bound(table, None), lower_bound(settings.reference(step.turn), None)
-        return cls(step, *bounds, Overhead.of(step, table), step.held_bytes(table))
+        overhead, alone = Overhead.of(step, table), settings.order_alone(step.turn)
+        if alone is None:
+            alone = step.seconds / (1 + overhead.total)
+        return cls(step, *bounds, overhead, alone, step.held_bytes(table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,14 @@ class Ratio:
 
     Attributes:
         value: the ratio.
+        interval: 95% of it, see `median_interval`.
+        alone: the same of what their orders alone would take.
         is_disturbed: no round was undisturbed for both.
     """
 
     value: float
+    interval: tuple[float, float]
+    alone: float
     is_disturbed: bool
 
 
@@ -64,6 +74,9 @@ class Figures:
         is_disturbed: all steps were disturbed, and all are used.
         seconds: of a step.
         per_bound: over the lower bound on the table of reference.
+        per_bound_interval: 95% of that, see `median_interval`.
+        alone_per_bound: what the method's order alone would take, over that bound.
+        per_alone: over what the method's order alone would take.
         per_own_bound: over the lower bound of the method's own table.
         per_peer: over each peer that was measured.
         overhead: over its own order.
@@ -80,6 +93,9 @@ class Figures:
     is_disturbed: bool
     seconds: float
     per_bound: float
+    per_bound_interval: tuple[float, float]
+    alone_per_bound: float
+    per_alone: float
     per_own_bound: float
     per_peer: Mapping[str, Ratio]
     overhead: Overhead
@@ -110,6 +126,9 @@ class Figures:
             is_disturbed=used[0].step.is_disturbed,
             seconds=middle(lambda each: each.step.seconds),
             per_bound=middle(lambda each: each.step.seconds / each.reference_bound),
+            per_bound_interval=median_interval([each.step.seconds / each.reference_bound for each in used]),
+            alone_per_bound=middle(lambda each: each.alone / each.reference_bound),
+            per_alone=middle(lambda each: each.step.seconds / each.alone),
             per_own_bound=middle(lambda each: each.step.seconds / each.bound),
             per_peer={name: ratio_of(steps, other) for name, other in peers.items()},
             overhead=Overhead(middle(lambda each: each.overhead.total), middle(lambda each: each.overhead.in_sleeps)),
@@ -129,14 +148,15 @@ def undisturbed(steps: Iterable[Judged]) -> list[Judged]:
 def ratio_of(steps: Sequence[Judged], others: Sequence[Judged]) -> Ratio:
     """The time of ``steps`` over that of ``others`` in the same rounds: those undisturbed in both, if there are any."""
 
-    def ratios(mine: Iterable[Judged], theirs: Iterable[Judged]) -> list[float]:
-        by_round = {each.step.turn.number: each.step.seconds for each in theirs}
-        return [
-            each.step.seconds / by_round[each.step.turn.number] for each in mine if each.step.turn.number in by_round
-        ]
+    def pairs(mine: Iterable[Judged], theirs: Iterable[Judged]) -> list[tuple[Judged, Judged]]:
+        by_round = {each.step.turn.number: each for each in theirs}
+        return [(each, by_round[each.step.turn.number]) for each in mine if each.step.turn.number in by_round]
 
-    quiet = ratios(undisturbed(steps), undisturbed(others))
-    return Ratio(median(quiet or ratios(steps, others)), not quiet)
+    quiet = pairs(undisturbed(steps), undisturbed(others))
+    used = quiet or pairs(steps, others)
+    ratios = [mine.step.seconds / theirs.step.seconds for mine, theirs in used]
+    alone = median(mine.alone / theirs.alone for mine, theirs in used)
+    return Ratio(median(ratios), median_interval(ratios), alone, not quiet)
 
 
 #: The figures of a run.
@@ -147,7 +167,7 @@ def results_of(settings: Comparison, steps: Iterable[Step]) -> Results:
     """By cell and method; the steps that warm up are left out."""
     judged: dict[Cell, dict[str, list[Judged]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:
-        if step.turn.number:
+        if step.turn.number > 0:
             judged[step.turn.cell][step.turn.method].append(Judged.of(step, settings))
     results = {}
     for cell, methods in judged.items():

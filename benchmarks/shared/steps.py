@@ -22,7 +22,7 @@ DISTURBED_CORES = 0.3
 
 _OF_RRFP = (LOOP, LANE, COPIER, ZMQ)
 #: Threads of the runtime that does not run the step: they belong to no method.
-_FOREIGN = {Runtime.TORCH: _OF_RRFP, Runtime.MEGATRON: _OF_RRFP, Runtime.RRFP: (GLOO,)}
+_FOREIGN = {runtime: (GLOO,) if runtime is Runtime.RRFP else _OF_RRFP for runtime in Runtime}
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,10 @@ class SharedGradientWeights(Sequence[float]):
         normaliser = _normaliser((total,), self._reduction)
         self._factors = tuple(weight / normaliser * self._grad_scale for weight in self._weights)
 
+    def dealt(self, weights: Sequence[float] | None, microbatches: int) -> SharedGradientWeights:
+        """Those of other microbatches in the same step, not normalised."""
+        return SharedGradientWeights(weights, microbatches, self._reduction, self._grad_scale)
+
     def __len__(self) -> int:
         return len(self._weights)
 

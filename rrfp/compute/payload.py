@@ -105,18 +105,19 @@ class Payload:
     structure: Structure = ()
 
     @classmethod
-    def pack(cls, value: Any) -> Payload:
+    def pack(cls, value: Any, name: str = "output") -> Payload:
         """Flatten ``value``.
 
         Args:
             value: a tensor, None, bool, int, float or str, or a nesting of these in tuples, lists and dicts.
+            name: what errors call it.
 
         Raises:
             StageError: if a leaf has another type, is not dense or of a class derived from Tensor (DTensor among them),
                 if a dict key is no string, or if other ranks cannot find the class of a named tuple by its name.
         """
         leaves: list[Tensor | None] = []
-        structure = _describe(value, leaves, "output")
+        structure = _describe(value, leaves, name)
         return cls(tuple(leaves), structure)
 
     def unpack(self) -> Any:

@@ -25,6 +25,8 @@ class Batch:
         return_outputs: whether `StageProgram.outputs` holds the outputs of an evaluation; None: if it has no loss.
         training_step: the number of the training step, from the pipeline's ``first_step`` on; in an evaluation, the
             number of the next training step. Random numbers depend on it.
+        homes: by microbatch of another replica, that replica's seed and the microbatch's number there: its random
+            numbers depend on these. Empty unless replicas share microbatches.
     """
 
     inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
@@ -33,6 +35,7 @@ class Batch:
     gradient_weights: Sequence[float] = field(default=())
     return_outputs: bool | None = None
     training_step: int = 0
+    homes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class StageProgram(ABC):
@@ -53,6 +56,18 @@ class StageProgram(ABC):
         Raises:
             ConfigError: if ``batch`` lacks data that this rank needs. ``step()`` raises it before any message is sent.
         """
+
+    def reopen(self, step: StepId, batch: Batch) -> None:
+        """Begin the step anew with another batch: replicas have exchanged microbatches.
+
+        Called on the lane's thread between `open` and the first task, with ``share_replicas`` only. By default calls
+        `open`.
+
+        Args:
+            step: the step, with as many microbatches as ``batch`` has.
+            batch: the data of the microbatches that this rank runs.
+        """
+        self.open(step, batch)
 
     @abstractmethod
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:

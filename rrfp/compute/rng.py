@@ -22,7 +22,7 @@ import hashlib
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import _base as futures
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,6 +180,8 @@ class RandomForks:
     opened: int = field(default_factory=lambda: _generators.begun)
     #: Called after a task that has drawn from a generator.
     on_draw: Callable[[], None] | None = None
+    #: By microbatch of another replica, the seed and the microbatch that its random numbers depend on.
+    homes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` with the global generators seeded for ``task`` of training step ``step``. Not reentrant."""
@@ -187,6 +189,8 @@ class RandomForks:
         if self.seed is None:
             return function(*args, **kwargs)
         seed = fork_seed(self.seed, step, task)
+        if (home := self.homes.get(task.microbatch)) is not None:
+            seed = fork_seed(home[0], step, task._replace(microbatch=home[1]))
         _generators.take(task, self.opened)
         try:
             generators = [torch.default_generator]

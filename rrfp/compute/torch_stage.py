@@ -324,6 +324,12 @@ class TorchStage(StageProgram):
             self._buffers[v].open()
         self._state.open(step)
 
+    def reopen(self, step: StepId, batch: Batch) -> None:
+        """See :meth:`StageProgram.reopen`. The modes stay those of the thread that called `open`."""
+        self._step, self._batch, self._inputs = step, batch, StageInputs(batch, self._graph, self._feeds)
+        self._forks = replace(self._forks, homes=batch.homes)
+        self._state.open(step)
+
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         """See :meth:`StageProgram.forward`."""
         assert self._step is not None

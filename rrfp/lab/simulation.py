@@ -258,7 +258,12 @@ def resolve_limits(costs: CostTable, spec: Limit | int | str | None, admission: 
 
 
 def pace_of(costs: CostTable) -> Pace:
-    """What ``limit="auto"`` measures in steps of this table."""
+    """What decides on ``limit="auto"`` in steps of this table."""
+    return Pace.of(measures_of(costs))
+
+
+def measures_of(costs: CostTable) -> list[StageMeasure]:
+    """What each stage measures for ``limit="auto"`` in a step of this table."""
     graph, visits = graph_of(costs), costs.visits
     latencies = costs.latency_forward + costs.latency_backward
     trips: list[dict[int, float]] = [{} for _ in range(costs.stages)]
@@ -269,9 +274,7 @@ def pace_of(costs: CostTable) -> Pace:
             trips[one][other] = max(float(seconds[both].mean()), trips[one].get(other, 0.0))
     total: Matrix = sum(costs.durations.values(), start=np.zeros(()))
     own = [total[list(costs.virtual_stages_of(stage))].sum(axis=0) for stage in range(costs.stages)]
-    return Pace.of(
-        [StageMeasure.of([float(x) for x in times if x], by_peer) for times, by_peer in zip(own, trips, strict=True)]
-    )
+    return [StageMeasure.of([float(x) for x in times if x], by_peer) for times, by_peer in zip(own, trips, strict=True)]
 
 
 def _check_has_bytes(costs: CostTable) -> None:

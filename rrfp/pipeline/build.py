@@ -34,7 +34,7 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.devices.base import Device
 from rrfp.devices.copies import copies_of
-from rrfp.errors import TransportError
+from rrfp.errors import ConfigError, TransportError
 from rrfp.log import get_logger
 from rrfp.model.declared import Graph
 from rrfp.model.graph import TaskGraph
@@ -90,6 +90,17 @@ def common_settings(
         "transport": _transport_name(options),
         "version": __version__,
     }
+
+
+def check_sharing(topology: Topology, *, has_parts: bool) -> None:
+    """Raise a ConfigError where replicas cannot share microbatches."""
+    if topology.members > 1:
+        raise ConfigError(
+            f"share_replicas is set, must be False where a group has {topology.members} ranks "
+            f"({_dims_text(topology)}): groups of ranks cannot share microbatches yet"
+        )
+    if has_parts:
+        raise ConfigError("share_replicas is set, must be False for a graph of parts, whose batches it cannot deal yet")
 
 
 def announce(
@@ -191,6 +202,8 @@ class RankBuilder:
         self._is_alone = torch_ranks is None
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph, topologies)
+        if options.share_replicas:
+            check_sharing(topologies[0], has_parts=partition.model is not None)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
         check_initialised(modules, partition.text_of)
@@ -324,7 +337,13 @@ class RankBuilder:
         if topology.rank == 0:
             announce(options, self._method, graph, topology, rank.device)
         ties = handshake.ties
-        context = replace(context, peers=peers(graph, topology, ties), data_peers=data_peers(graph, topology, ties))
+        seeds = self._replica_seeds(topology)
+        shares = seeds is not None
+        context = replace(
+            context,
+            peers=peers(graph, topology, ties, shares=shares),
+            data_peers=data_peers(graph, topology, ties, shares=shares),
+        )
         is_led = options.coordination == "leader"
         group = GroupMembership(topology.member, topology.members) if is_led else GroupMembership()
         return StageRunner(
@@ -355,8 +374,15 @@ class RankBuilder:
                 handshake.agreement,
                 self._method.followed_limits(graph),
                 options.event_log,
+                seeds,
             ),
         )
+
+    def _replica_seeds(self, topology: Topology) -> list[int] | None:
+        """Of the random numbers of each replica, where replicas share microbatches."""
+        if not self._options.share_replicas or topology.replicas == 1:
+            return None
+        return [replica_seed(seed_of(self._options), replica) for replica in range(topology.replicas)]
 
     def _context(self, rank: _Rank, rendezvous: Rendezvous) -> TransportContext:
         options, topology, device = self._options, rank.topology, rank.device

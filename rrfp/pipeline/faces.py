@@ -55,6 +55,10 @@ class BlockingPipeline:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._session}>"
 
+    def _repr_html_(self) -> str:
+        """In notebooks: the timeline of the newest training step, as far as it ran in this process."""
+        return _html(self, self._session)
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)
 
@@ -188,6 +192,12 @@ class BlockingPipeline:
         return self._session.statistics()
 
 
+def _html(pipeline: object, session: Session) -> str:
+    """A pipeline for notebooks."""
+    html: str = load(METHODS["Pipeline._repr_html_"])(repr(pipeline), session.newest_traces())
+    return html
+
+
 def _advised(session: Session) -> AdvisedTrace:
     """The trace of a pipeline that is to be advised on."""
     trace: AdvisedTrace = load(METHODS["Pipeline.advise"])(session.ranks)
@@ -258,6 +268,10 @@ class PipelineHandle:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._session}>"
+
+    def _repr_html_(self) -> str:
+        """In notebooks: the timeline of the newest training step, as far as it ran in this process."""
+        return _html(self, self._session)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)

@@ -33,6 +33,9 @@ LaneFactory = Callable[[int], Lane]
 
 DataSecurity = Literal["encrypted", "plain"]
 
+#: Whether replicas run microbatches of one another, and how they share them out.
+Sharing = Literal[False, "dealt"]
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -104,6 +107,10 @@ def _is_device(value: Any) -> bool:
     if isinstance(value, str):
         return re.fullmatch(r"cpu|cuda(:(0|[1-9]\d?))?", value) is not None  # torch has 0..127
     return value is None or isinstance(value, Device | torch.device)
+
+
+def _is_sharing(value: Any) -> bool:
+    return value is False or value == "dealt"
 
 
 def _is_placement(value: Any) -> bool:
@@ -280,6 +287,12 @@ class Options:
     stages those of the copies of a tie, so that one which an optimizer changed on some of them only ends the run with
     its name. 0 or None: never; before the first sum all are compared in any case."""
 
+    share_replicas: Annotated[Sharing, Option("False or 'dealt'", _is_sharing).common()] = False
+    """``"dealt"``: from the fourth training step on, replicas run as many microbatches each as keeps the step short, by
+    the durations that they measured in the last steps, whichever replica's caller has them. So a slow rank does not
+    slow the replicas without it. Losses, weights and random numbers stay those of the caller's microbatches; see
+    docs/how-to/slow-replica.md."""
+
     coordination: Annotated[Coordination, _one_of(Coordination).common()] = "leader"
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's
     all-gather with retries."""
@@ -326,6 +339,7 @@ class OptionArguments(TypedDict, total=False):
     unsplittable: Unsplittable
     deterministic: bool
     check_replicas: int | None
+    share_replicas: Sharing
     coordination: Coordination
     depth: int | None
 
@@ -368,6 +382,7 @@ def complete(passed: OptionArguments, arguments: str = "") -> Options:
             with faults.kept():
                 raise ConfigError(f"replay runs a logged step to the letter: it goes without {' and '.join(others)}")
     _check_order(options)
+    _check_sharing(options)
     return replace(options, seed=torch.initial_seed()) if options.seed is None else options
 
 
@@ -399,6 +414,15 @@ def _check_order(options: Options) -> None:
         raise ConfigError(f"order is 'natural', must be 'free' with {what}: a schedule is the order of all tasks")
     if options.hint is not None:
         check_order(options.hint, options.order)
+
+
+def _check_sharing(options: Options) -> None:
+    if not options.share_replicas:
+        return
+    if options.deterministic:
+        raise ConfigError("deterministic is True, must be False with share_replicas: durations decide who runs what")
+    if options.replay is not None:
+        raise ConfigError("replay is set, must be None with share_replicas: a logged step has other microbatches")
 
 
 def _check_patience(options: Options) -> None:

@@ -38,6 +38,7 @@ from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.trace_saver import TraceRequest
+from rrfp.trace.spans import StepTrace
 
 T = TypeVar("T")
 Scaler = TypeVar("Scaler", bound=GradScaler)
@@ -356,9 +357,13 @@ class Session:
             request = TraceRequest.checked(path, steps, replica, here.replicas, job)
             if not self.ranks.options.trace_steps:
                 raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
-            if not all(runner.has_traces for runner in self._runners):
+            if None in self.newest_traces():
                 raise ConfigError("no training step is recorded: save_trace goes after a step")
         return Call("saving a trace", self._save_trace(request), _written)
+
+    def newest_traces(self) -> list[StepTrace | None]:
+        """Of each rank here, the newest trace that it keeps."""
+        return [runner.newest_trace for runner in self._runners]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed training step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -196,6 +196,8 @@ class RankSettings:
     limits: FollowedLimits | None = None
     #: Where the events of the core go when it stalls or aborts; None: nowhere.
     event_log: str | os.PathLike[str] | None = None
+    #: Where replicas share microbatches, the seeds of their random numbers.
+    replica_seeds: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

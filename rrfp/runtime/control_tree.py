@@ -1,7 +1,8 @@
 """Who talks to whom.
 
 Tensors travel along the edges of the graph, between ranks of one replica that have the same place in their groups. The
-members of a group talk to its leader, ranks with copies of a tied parameter to the one with the first copy. Everything
+members of a group talk to its leader, ranks with copies of a tied parameter to the one with the first copy, and where
+replicas share microbatches, the ranks of a stage to one another. Everything
 that concerns all ranks (results, aborts, status) travels along a binary tree over the ranks with rank 0 at the root, so
 that a rank keeps a handful of connections however large the job is, and a message reaches all ranks in O(log) hops.
 Ranks whose numbers follow each other are connected too: if one dies, the others still reach each other.
@@ -51,20 +52,27 @@ def towards(rank: int, other: int) -> int:
     return (rank - 1) // 2
 
 
-def peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
-    """Every rank that the one at ``topology`` is connected to, ascending."""
-    connected = set(neighbours(topology.rank, topology.world)) | set(data_peers(graph, topology, ties))
+def peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), *, shares: bool = False) -> tuple[int, ...]:
+    """Every rank that the one at ``topology`` is connected to, ascending; see `data_peers`."""
+    exchanging = data_peers(graph, topology, ties, shares=shares)
+    connected = {*neighbours(topology.rank, topology.world), *exchanging}
     if topology.world > topology.stages:
         connected |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
     group = set(topology.group) if topology.member == 0 else {topology.leader}
     return tuple(sorted((connected | group) - {topology.rank}))
 
 
-def data_peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = ()) -> tuple[int, ...]:
-    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending."""
+def data_peers(
+    graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), *, shares: bool = False
+) -> tuple[int, ...]:
+    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending.
+
+    ``shares``: whether replicas share microbatches.
+    """
     next_to = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
     tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
-    return tuple(sorted((next_to | tied) - {topology.rank}))
+    alike = set(topology.mesh.counterparts(topology.rank)) if shares else set[int]()
+    return tuple(sorted((next_to | tied | alike) - {topology.rank}))
 
 
 def _tied_to(tie: Tie, graph: TaskGraph, stage: int) -> set[int]:

@@ -229,8 +229,12 @@ class Messenger:
 
     async def send(self, stage: int, message: Message) -> None:
         """Send a message of the step to the rank of ``stage``; returns when its memory is no longer read."""
+        await self.send_to(self._ranks[stage], message)
+
+    async def send_to(self, rank: int, message: Message) -> None:
+        """As `send`, to any peer."""
         self._count(message)
-        await self._hand_over(self._ranks[stage], message)
+        await self._hand_over(rank, message)
 
     def _count(self, message: Message) -> None:
         if message.step is not None:

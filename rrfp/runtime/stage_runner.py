@@ -27,11 +27,12 @@ from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
+from rrfp.runtime.steps.dealer import Dealer
 from rrfp.runtime.steps.plan import Plan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
-from rrfp.trace.spans import StageSlots
+from rrfp.trace.spans import StageSlots, StepTrace
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -63,6 +64,12 @@ class StageRunner:
         self._driver = driver = CoreDriver(context, core, program, settings)
         self._all_gather = TreeAllGather(topology.rank, topology.world, driver.messenger.post)
         self._reporter = StepReporter(context, core, self._all_gather, driver.follower)
+        self._dealer: Dealer | None = None
+        if settings.replica_seeds is not None:
+            self._dealer = Dealer(
+                context, program, settings.replica_seeds, self._all_gather, driver.messenger, driver.executor
+            )
+            self._reporter.observe = self._dealer.observe
         self.health = HealthMonitor(context, driver, self._all_gather, settings)
         self._saver = TraceSaver(context, self._all_gather, driver.executor, settings.trace_steps)
 
@@ -80,6 +87,8 @@ class StageRunner:
             MessageKind.CLOSED: context.closed_peers.on_message,
             MessageKind.ABORT: self._abort.on_message,
         }
+        if self._dealer is not None:
+            handlers[MessageKind.MICROBATCH] = self._dealer.on_message
         try:
             await context.transport.start()
             await context.supervisor.start(
@@ -109,6 +118,9 @@ class StageRunner:
             self._context.closed_peers.check()
             self._context.recorder.open()
             reporter.begin()
+            if self._dealer is not None:
+                plan = await self._dealer.deal(plan)
+                self._context.activity.begin_step(plan.step, plan.batch.training_step)
             await self._share_weights(plan)
             self._driver.open_step(plan, reporter.size_correlation)
             reporter.open(plan, self._read_losses)
@@ -136,7 +148,7 @@ class StageRunner:
 
     async def _end_step(self, plan: Plan) -> StepResult:
         """The result of the step, whose tasks are done."""
-        step, context = plan.step, self._context
+        step, context, deal = plan.step, self._context, plan.deal
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         core_wait = context.lane.core_wait()
@@ -149,12 +161,13 @@ class StageRunner:
             self._reporter.report(plan, trace),
             step=plan.batch.training_step,
             mode=step.mode,
-            microbatches=step.microbatches,
+            microbatches=step.microbatches if deal is None else deal.given[self.topology.replica],
             loss=losses.loss,
             losses=losses.by_microbatch,
             part_losses=losses.by_part,
             trace=trace,
             outputs=self._program.outputs(),
+            dealt=() if deal is None else deal.counts,
         )
 
     async def settle(self) -> None:
@@ -250,9 +263,9 @@ class StageRunner:
         return failure_of(error, self.topology).error()
 
     @property
-    def has_traces(self) -> bool:
-        """Whether the trace of a step is kept."""
-        return self._saver.has_any
+    def newest_trace(self) -> StepTrace | None:
+        """The newest trace that is kept. May be read on any thread."""
+        return self._saver.newest
 
     def computes_here(self) -> bool:
         """Whether a task is being computed on this thread."""

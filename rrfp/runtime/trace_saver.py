@@ -169,9 +169,9 @@ class TraceSaver:
             self._history.add(replace(trace, step=plan.batch.training_step))
 
     @property
-    def has_any(self) -> bool:
-        """Whether the trace of a step is kept. May be read on any thread."""
-        return bool(self._history.traces)
+    def newest(self) -> StepTrace | None:
+        """The newest trace that is kept. May be read on any thread."""
+        return (self._history.traces or (None,))[-1]
 
     async def save(self, request: TraceRequest) -> str:
         """Save the traces; every rank calls it. Returns why nothing was written, the same on all ranks."""

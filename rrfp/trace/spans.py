@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
+from rrfp.laboratory import METHODS, load
 from rrfp.model.record import record
 from rrfp.model.tasks import Task
 from rrfp.model.visits import Visits
@@ -123,6 +124,11 @@ class StepTrace:
     def num_spans(self) -> int:
         """Spans of all kinds."""
         return len(self.tasks) + len(self.waits) + len(self.messages)
+
+    def _repr_html_(self) -> str:
+        """Its timeline, in notebooks."""
+        html: str = load(METHODS["StepTrace._repr_html_"])(self)
+        return html
 
 
 class SpanRing:

@@ -71,6 +71,7 @@ class MessageKind(StrEnum):
 
     OUTPUT = "output"  # tensors: the output of `task`
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
+    MICROBATCH = "microbatch"  # tensors: what a caller passed for `task`'s microbatch, to the replica that runs it
     CONSUMED = "consumed"  # forward only: the credit for `task`'s output
     BEGUN = "begun"  # the forward `task`, whose output will come, has begun (body: seconds that it is expected to take)
     ECHO = "echo"  # to a stage that reads this one's outputs, which sends it back (body: number, back)

@@ -10,6 +10,7 @@ import sys
 import pytest
 from installed import ROOT
 
+from benchmarks.links import trace
 from benchmarks.links.simulated import LINKS, cells, kinds
 
 
@@ -27,6 +28,24 @@ def test_within_auto_a_whole_backward_reaches_the_bound_and_a_split_one_pays_one
 def test_every_kind_of_pipeline_is_run_within_every_limit() -> None:
     rows = [(row.pipelines, row.limit) for row in kinds(1)]
     assert len(rows) == len(set(rows)) == 5 * 4
+
+
+def test_in_pipemorphs_trace_auto_gains_at_least_what_pipemorph_did() -> None:
+    plays = list(trace.simulated(("1F1B", "whole, auto", "split, auto")))
+    (aim,) = trace.aims_of(plays, "1F1B", "split, auto")
+    assert aim.is_met, aim
+    most = 36 + 3 * 6 * 8  # three slow links of up to three periods each, on every stage
+    assert all(36 <= play.held <= most for play in plays)
+
+
+def test_a_step_of_the_trace_has_the_links_that_are_slow_in_its_iterations() -> None:
+    assert trace.slow_in(14, 1) == ((), 0.0)
+    links, milliseconds = trace.slow_in(15, 1)
+    assert links == (2,)
+    assert milliseconds == pytest.approx(30 * 25 / (1440 / 31))
+    assert trace.slow_in(85, 1) == ((), 0.0)
+    slow = [step for step in range(1, 104) if trace.slow_in(step, 10)[0]]
+    assert len(slow) == 9 * 7
 
 
 @pytest.mark.slow

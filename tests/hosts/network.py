@@ -190,6 +190,10 @@ class Network:
         """From now on lose all packets on these ways, and on no others."""
         self._cut = frozenset(ways)
 
+    def delay(self, seconds: float) -> None:
+        """From now on every packet takes so long."""
+        self._delay_s = seconds
+
     def isolate(self, apart: Collection[int]) -> None:
         """Cut both ways between some hosts and all others."""
         every = [(a, b) for a in range(len(self.hosts)) for b in range(len(self.hosts))]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from hosts.network import Network, enter
 from runtime.children import Children, End
-from runtime.processes import BATCH
+from runtime.processes import BATCH, Slow
 from runtime.toys import loss_fn, stages
 
 import rrfp
@@ -41,11 +41,19 @@ class Ranks(Children):
         program: what each rank does; importable.
         ipv6: the hosts know each other by these addresses.
         secret: of the job; none where it is empty.
+        seconds: what a forward sleeps.
         options: of every pipeline.
     """
 
     def __init__(
-        self, network: Network, program: Program, *, ipv6: bool = False, secret: str = "", **options: Any
+        self,
+        network: Network,
+        program: Program,
+        *,
+        ipv6: bool = False,
+        secret: str = "",
+        seconds: float = 0.0,
+        **options: Any,
     ) -> None:
         super().__init__()
         master = network.hosts[0].ipv6 if ipv6 else network.hosts[0].ipv4
@@ -56,7 +64,7 @@ class Ranks(Children):
                 **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
                 **({"RRFP_SECRET": secret} if secret else {}),
             }
-            self.start(f"host-{host.index}", _run, host.namespace, environ, program, options)
+            self.start(f"host-{host.index}", _run, host.namespace, environ, program, seconds, options)
 
     def __enter__(self) -> Ranks:
         return self
@@ -91,7 +99,12 @@ class Ranks(Children):
 
 
 def _run(
-    namespace: str, environ: Mapping[str, str], program: Program, options: Mapping[str, Any], connection: Connection
+    namespace: str,
+    environ: Mapping[str, str],
+    program: Program,
+    seconds: float,
+    options: Mapping[str, Any],
+    connection: Connection,
 ) -> None:
     enter(namespace)
     os.environ.update(environ)
@@ -101,7 +114,8 @@ def _run(
     def train() -> Any:
         settings: Any = {"loss_fn": loss_fn, "stall_after": 5.0, **options}
         topology = rrfp.Topology.from_env()
-        with rrfp.Pipeline(stages(1)[0], topology=topology, **settings).blocking() as pipe:
+        module = Slow(seconds) if seconds else stages(1)[0]
+        with rrfp.Pipeline(module, topology=topology, **settings).blocking() as pipe:
             return program(rank, pipe, connection)
 
     connection.send(End.of(train))
@@ -120,6 +134,14 @@ def steps_for_ever(rank: int, pipe: BlockingPipeline, connection: Connection) ->
         if connection.poll():
             connection.recv()
             connection.send(number)
+
+
+def limits_for_ever(rank: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """Step; the first rank says the limits of each step."""
+    for _ in range(10**6):
+        slots = pipe.step(BATCH.inputs, BATCH.targets).slots
+        if rank == 0:
+            connection.send(slots)
 
 
 def losses_and_listeners(rank: int, pipe: BlockingPipeline, connection: Connection) -> Any:

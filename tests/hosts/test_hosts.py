@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 from batches import long
 from fork_server import fork_server
 from hosts.network import Network, Way, obstacle
-from hosts.ranks import Ranks, losses_and_listeners, steps_for_ever
+from hosts.ranks import Ranks, limits_for_ever, losses_and_listeners, steps_for_ever
 from runtime.children import End
 
 __all__ = ["fork_server"]
@@ -77,6 +77,25 @@ def test_a_slow_wire_that_loses_and_reorders_is_no_failure(wire: dict[str, float
         running.wait_for_steps()
         before = running.steps_of(0)
         running.wait_for_more_steps(before)
+
+
+@pytest.mark.long
+def test_a_limit_follows_a_slow_wire_and_falls_when_it_is_fast_again() -> None:
+    seconds = 0.05  # what a forward sleeps, and so about a period
+    with Network(2) as network, ranks(network, limits_for_ever, "secret", limit="auto", seconds=seconds) as running:
+
+        def wait_for(is_reached: Callable[[tuple[int, ...]], bool]) -> None:
+            for _ in range(12):
+                slots = running.hear(0)
+                assert not isinstance(slots, End), slots
+                if is_reached(slots):
+                    return
+            raise AssertionError(f"after 12 steps stages may hold {slots}")
+
+        network.delay(4 * seconds)
+        wait_for(lambda slots: slots[0] >= 2 + 4)  # of a round trip of eight periods: this machine may be slow
+        network.delay(0.0)
+        wait_for(lambda slots: slots[0] <= 4)
 
 
 @secured

@@ -25,6 +25,9 @@ from rrfp.runtime.status_socket.report import JobReport
 #: The first forward of stage 0 has begun; it ends when the test says so.
 BEGUN, RELEASE = threading.Event(), threading.Event()
 
+#: A step before is over, see `step_unevenly_until_released`.
+IS_SECOND = threading.Event()
+
 
 def first_is_held(task: Task) -> float:
     """What an emulated task takes: F0@0 until `RELEASE`, the others nothing."""
@@ -46,6 +49,20 @@ def step_until_released(rank: int, pipe: BlockingPipeline, connection: Connectio
 
     threading.Thread(target=release, daemon=True).start()
     pipe.step(microbatches=2)
+
+
+def uneven_until_held(task: Task) -> float:
+    """What an emulated task takes: microbatches differ in the first step; in the next F0@0 waits for `RELEASE`."""
+    if IS_SECOND.is_set():
+        return first_is_held(task)
+    return 0.05 if task.microbatch % 2 else 0.0
+
+
+def step_unevenly_until_released(rank: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """As `step_until_released`, after a step whose microbatches differ."""
+    _ = pipe.step(microbatches=4).slots  # waits for the reports, which decide on the next limits
+    IS_SECOND.set()
+    step_until_released(rank, pipe, connection)
 
 
 def sockets() -> list[SocketFile]:

@@ -71,6 +71,14 @@ def test_where_nothing_is_slow_the_limits_are_those_of_1f1b() -> None:
     assert limits_of(Links(), 4, 3) == [(4, 3, 2, 1)] * 3
 
 
+def test_where_nothing_is_slow_a_step_takes_what_it_takes_with_1f1b() -> None:
+    async def seconds(limit: str) -> list[float]:
+        async with emulated(Links(), 4, limit=limit) as pipe:
+            return [(await (await pipe.step(microbatches=16)).complete()).seconds for _ in range(4)]
+
+    assert run_virtual(seconds("auto")) == run_virtual(seconds("1f1b"))
+
+
 def test_it_follows_a_link_that_becomes_slow_and_fast_again_within_five_steps() -> None:
     links = Links()
 

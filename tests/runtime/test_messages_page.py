@@ -6,9 +6,11 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from installed import ROOT
+from runtime import dealt_programs
 from runtime.group_programs import MESH, programs, steps
 from runtime.ranks import ThreadedRanks, step
 from runtime.stuck_hints import RELEASE, Blocks
@@ -69,6 +71,8 @@ def sent() -> Mapping[MessageKind, list[Message]]:
     ThreadedRanks(programs(), steps(2), mesh=MESH, limit=rrfp.Limit(4, 1 << 30), transport=Recorded).join()
     ThreadedRanks(programs(), steps(2), mesh=MESH, coordination="agreement", depth=1, transport=Recorded).join()
     ThreadedRanks(programs(), steps(2), mesh=MESH, limit="auto", transport=Recorded).join()
+    shared: dict[str, Any] = {"mesh": dealt_programs.MESH, "share_replicas": "dealt", "transport": Recorded}
+    ThreadedRanks(dealt_programs.programs(), dealt_programs.steps, **shared).join()
     checked = programs(checks={2: fails_late})
     ThreadedRanks(checked, steps(1), mesh=MESH, stall_after=STALL_S, transport=Recorded).join()
     RELEASE.clear()

@@ -15,7 +15,15 @@ import pytest
 import runtime.processes as programs
 from cli.shell import rrfp
 from fork_server import fork_server  # noqa: F401 - a fixture
-from runtime.looking import first_is_held, sockets, step_until_released, survey_when, top
+from runtime.looking import (
+    first_is_held,
+    sockets,
+    step_unevenly_until_released,
+    step_until_released,
+    survey_when,
+    top,
+    uneven_until_held,
+)
 from runtime.processes import Processes
 from runtime.stuck_hints import Blocks
 
@@ -81,6 +89,20 @@ def test_each_stage_runs_or_waits_for_the_task_that_another_owes(held: Processes
     assert [first[key] for key in keys] == [0, 0, "train", 1, 4, 1, 4, 1, 0, None]
     assert [second[key] for key in keys] == [1, 0, "train", 0, 4, 0, 4, 0, 0, None]
     release(held)
+
+
+def test_a_limit_that_follows_is_that_of_the_step(launch: Any) -> None:
+    job = launch(2, step_unevenly_until_released, seconds=uneven_until_held, limit="auto")
+    for rank in range(2):
+        assert job.hear(rank) == "begun"
+    survey_when(sockets()[0], is_waiting)
+    result = rrfp("top", "--once", "--json", str(job.pid(0)))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["pipeline"] == "stage 0 of 2, hint slot-aware-pyramid, limit auto"
+    # 2 and 1 in the first step, and as many again: half of its microbatches took no time.
+    assert [rank["limit"] for rank in report["ranks"]] == [2 + 2, 1 + 1]
+    release(job)
 
 
 def test_any_rank_sees_all_and_is_chosen_by_process_or_socket(held: Processes) -> None:

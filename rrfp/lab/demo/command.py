@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from rrfp import timeouts
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.lab.demo.report import DemoReport, Steps
+from rrfp.lab.demo.report import PAGE, DemoReport, Steps
 from rrfp.lab.demo.settings import SEQUENCE_LENGTH, DemoSettings
 from rrfp.lab.demo.text import load_text
+from rrfp.lab.report.page import require_library
 from rrfp.lab.traces.pictures import require_matplotlib
 from rrfp.tables import terminal
 
@@ -115,13 +116,13 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
     """Run the demo and print its table, or its JSON."""
     load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
     out = _prepare(settings)
-    has_picture = _can_draw()
+    has_picture, has_page = _can(require_matplotlib, "timeline.png"), _can(require_library, PAGE)
     steps = Steps(settings)
     try:
         for line in _with_progress(settings, out, quiet=as_json):
             steps.add(line)
         report = DemoReport(settings, steps)
-        names = report.write(has_picture=has_picture)
+        names = report.write(has_picture=has_picture, has_page=has_page)
     finally:
         shutil.rmtree(out / "parts", ignore_errors=True)
     if as_json:
@@ -130,15 +131,19 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
     report.show()
     console = terminal()
     console.print(f"written to {out}/: {', '.join(names)}")
+    if has_page:
+        console.print(
+            f"open {out / PAGE} in a browser: a fixed order and a readiness-driven one, task by task", soft_wrap=True
+        )
     console.print("the traces open in https://ui.perfetto.dev")
 
 
-def _can_draw() -> bool:
-    """Whether there is a matplotlib; without, one line says so."""
+def _can(require: Callable[[], None], name: str) -> bool:
+    """Whether a file can be made; one line says why not."""
     try:
-        require_matplotlib()
+        require()
     except ConfigError as error:
-        _report(f"timeline.png is left out: {error}")
+        _report(f"{name} is left out: {error}")
         return False
     return True
 
@@ -153,7 +158,7 @@ def _prepare(settings: DemoSettings) -> Path:
     try:
         shutil.rmtree(out / "parts", ignore_errors=True)
         (out / "parts").mkdir(parents=True)
-        for stale in (out / "summary.json", out / "timeline.png", *out.glob("trace-*.json")):
+        for stale in (out / "summary.json", out / "timeline.png", out / PAGE, *out.glob("trace-*.json")):
             stale.unlink(missing_ok=True)  # or old files would look like the result of a run that failed
     except OSError as error:
         raise ConfigError(f"out {out}: cannot be written ({error.strerror})") from None

@@ -12,12 +12,16 @@ from typing import Any
 from rrfp.core.usage import WaitCause
 from rrfp.engine.bound import lower_bound
 from rrfp.lab.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoMethod, DemoSettings
+from rrfp.lab.report.page import write_report
 from rrfp.lab.traces.timeline import plot_timelines
 from rrfp.tables import Column, print_table, terminal
 from rrfp.trace.breakdown import CAUSE_LABELS, Breakdown, mean
 from rrfp.trace.chrome import write_chrome
 from rrfp.trace.plain import from_plain
 from rrfp.trace.spans import StepTrace, merge
+
+#: The page of fixed order beside readiness-driven dispatch.
+PAGE = "report.html"
 
 #: From this share on other programs have taken the cores, and the methods' figures compare those too.
 _BUSY = 0.05
@@ -141,8 +145,8 @@ class DemoReport:
         digests = (digest for v in sorted(by_stage) for digest in by_stage[v])
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
-    def write(self, *, has_picture: bool) -> list[str]:
-        """Write summary, traces and, if possible, timeline.png; returns their names."""
+    def write(self, *, has_picture: bool, has_page: bool) -> list[str]:
+        """Write summary, traces and, if possible, picture and page; returns their names."""
         summary = {**self.to_json(), "settings": asdict(self._settings)}
         (self._out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         traces = {method: self._traces(method) for method in self._settings.methods}
@@ -150,13 +154,17 @@ class DemoReport:
             job = self._settings.methods[method].traced(self._settings.stages)
             write_chrome(self._out / f"trace-{method}.json", steps, name=method, job=job)
         names = ["summary.json", *(f"trace-{method}.json" for method in traces)]
-        if not has_picture:
-            return names
         driven = next(name for name, method in self._settings.methods.items() if method.hint is not None)
         shown = self._steps.typical_step(driven)
-        rows = [(self._title(method, traces[method][shown]), traces[method][shown]) for method in (BASELINE, driven)]
-        plot_timelines(rows, self._out / "timeline.png")
-        return [*names, "timeline.png"]
+        pair = BASELINE, driven
+        if has_picture:
+            rows = [(self._title(method, traces[method][shown]), traces[method][shown]) for method in pair]
+            plot_timelines(rows, self._out / "timeline.png")
+            names.append("timeline.png")
+        if has_page:
+            write_report([str(self._out / f"trace-{method}.json") for method in pair], self._out / PAGE)
+            names.append(PAGE)
+        return names
 
     def show(self) -> None:
         """Print the figures, a row for each method."""

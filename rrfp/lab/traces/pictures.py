@@ -52,8 +52,14 @@ def save_picture(path: str | os.PathLike[str], draw: Callable[[], Figure]) -> No
 Colour = tuple[float, float, float]
 
 
-def _hex(text: str) -> Colour:
+def rgb(text: str) -> Colour:
+    """The colour that ``#rrggbb`` names."""
     return int(text[1:3], 16) / 255, int(text[3:5], 16) / 255, int(text[5:7], 16) / 255
+
+
+def css(colour: Colour) -> str:
+    """As pages name it: ``#rrggbb``."""
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +74,13 @@ class IdleLook:
     ink: Colour
 
 
-KIND_COLOURS = {kind: _hex(row.colour) for kind, row in KINDS.items()}
+KIND_COLOURS = {kind: rgb(row.colour) for kind, row in KINDS.items()}
 IDLE_LOOKS = {
-    WaitCause.INPUT: IdleLook(_hex("#dfe3e9"), None, _hex("#dfe3e9")),
-    WaitCause.MEMORY: IdleLook(_hex("#f9dde2"), "//////", _hex("#c2506b")),
-    WaitCause.ORDER: IdleLook(_hex("#e6def3"), "xxxxxx", _hex("#7a5cb0")),
-    WaitCause.CHOICE: IdleLook(_hex("#fdf1d6"), "\\\\\\\\", _hex("#c98a1b")),
-    WaitCause.DRAINED: IdleLook(_hex("#ffffff"), "....", _hex("#a3abb7")),
+    WaitCause.INPUT: IdleLook(rgb("#dfe3e9"), None, rgb("#dfe3e9")),
+    WaitCause.MEMORY: IdleLook(rgb("#f9dde2"), "//////", rgb("#c2506b")),
+    WaitCause.ORDER: IdleLook(rgb("#e6def3"), "xxxxxx", rgb("#7a5cb0")),
+    WaitCause.CHOICE: IdleLook(rgb("#fdf1d6"), "\\\\\\\\", rgb("#c98a1b")),
+    WaitCause.DRAINED: IdleLook(rgb("#ffffff"), "....", rgb("#a3abb7")),
 }
 DARK, LIGHT, MUTED, FRAME = "#1b1f24", "#ffffff", "#5b6470", "#b8bec8"
 

@@ -16,6 +16,7 @@ from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.visits import Visits
 from rrfp.plain import flag, number, or_none, whole
+from rrfp.runtime.steps.deal import Deal
 from rrfp.runtime.steps.whole_batch import WholeBatches, is_batch
 
 
@@ -190,6 +191,8 @@ class Plan:
     kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None
     #: Calls before this one whose arguments were refused.
     refused: int
+    #: Which microbatches replicas run, where they have exchanged some.
+    deal: Deal | None = None
 
     def batch_of(self, stage: int) -> Batch:
         """The caller's data for one stage of this process."""

@@ -92,6 +92,8 @@ class StageReport:
     resources: bytes = _RESOURCES.pack(_NO_LIMIT, _NO_LIMIT, 0, 0)
     #: See `rrfp.memory.size_order.correlation`.
     size_correlation: float | None = None
+    #: That it ran.
+    microbatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

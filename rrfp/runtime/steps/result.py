@@ -55,6 +55,7 @@ class StepResult(_Reported):
         peaks: for each stage, the most that any rank of its group held.
         slots: for each stage, the chunk tasks that it might hold in this step, which ``limit="auto"`` changes from step
             to step; None: any number.
+        dealt: where replicas have shared the step, the microbatches that each of them ran; empty elsewhere.
         trace: the spans of this rank (with `rrfp.local`: of all).
         outputs: of an evaluation, on the rank of the last virtual stage: outputs by microbatch, where
             ``return_outputs`` asks for them, by default where there is no loss. Where several parts have losses, each
@@ -73,6 +74,7 @@ class StepResult(_Reported):
     outputs: Mapping[int, Any] = field(default_factory=dict, repr=False)
     part_losses: Mapping[str, float] = field(default_factory=dict)
     slots: tuple[int | None, ...] = ()
+    dealt: tuple[int, ...] = ()
 
     @classmethod
     def awaiting(cls, reports: PendingReports, **known: Any) -> Self:

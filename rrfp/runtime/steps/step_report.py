@@ -22,6 +22,7 @@ from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
+from rrfp.runtime.steps.deal import Deal
 from rrfp.runtime.steps.plan import Plan
 from rrfp.runtime.steps.reports import MeasuredReport, PendingReports, ResourceMeter, StageReport, StepFigures
 from rrfp.runtime.steps.round_trips import LimitFollower
@@ -115,8 +116,12 @@ class Losses:
         microbatches: int,
         reduction: Reduction,
         parts: Sequence[str] = (),
+        deal: Deal | None = None,
     ) -> Self:
-        """Combine the shares of all ranks, by rank, for the one at ``topology``; ``parts`` have losses of their own."""
+        """Combine the shares of all ranks, by rank, for the one at ``topology``; ``parts`` have losses of their own.
+
+        Of a ``deal`` the losses by microbatch are those of the rank's own caller, whichever replica ran them.
+        """
         mesh = topology.mesh
         ranks = [rank for rank, share in enumerate(shares) if share.parts and mesh.is_first(rank)]
         leaders = [(mesh.summand_of(rank), shares[rank]) for rank in ranks]
@@ -129,6 +134,9 @@ class Losses:
         mine = [share.parts for replica, share in leaders if replica == topology.summand]
         own = [each[part].by_microbatch for part in names for each in mine if part in each]
         by_microbatch = tuple(_sum(each[m] for each in own if m in each) for m in range(microbatches)) if own else ()
+        if deal is not None:  # then there is one loss
+            ran = {replica: share.parts[""].by_microbatch for replica, share in leaders}
+            by_microbatch = tuple(ran[replica][m] for replica, m in deal.places(topology.replica))
         loss = _sum(by_part.values()) if by_part else None
         return cls(loss, by_microbatch, by_part if parts else {})
 
@@ -253,6 +261,8 @@ class StepReporter:
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
         self._warned = False
+        #: Gets the reports of all ranks about a training step.
+        self.observe: Callable[[Sequence[StageReport]], None] | None = None
         #: The losses of the step, once this rank has given its own.
         self._losses: asyncio.Future[Losses] | None = None
         #: The reports of the last step; whether a caller waits for them, and whether they are here.
@@ -311,7 +321,8 @@ class StepReporter:
         check_weights([share.has_weights for share in shares], self._topology)
         check_equal_weights([share.weights for share in shares], self._topology)
         self._compare_refused([share.refused for share in shares], plan)
-        losses.set_result(Losses.of(shares, self._topology, plan.step.microbatches, plan.reduction, self._parts))
+        count, deal = plan.step.microbatches, plan.deal
+        losses.set_result(Losses.of(shares, self._topology, count, plan.reduction, self._parts, deal))
 
     def _with_losses(self, share: LossShare, plan: Plan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
         """``share`` with the losses that this rank computed, if there are any."""
@@ -357,11 +368,14 @@ class StepReporter:
         # Before they have this report, the other ranks send nothing of the next step.
         seconds = trace.end - trace.start
         resources = self._meter.read(self._core.view.slots)
-        report = StageReport(self._topology.stage, seconds, parts, peaks, resources, size_correlation)
+        count = plan.step.microbatches
+        report = StageReport(self._topology.stage, seconds, parts, peaks, resources, size_correlation, count)
         reports = await self._gather(plan, trace, report)
         measured = least([report.size_correlation for report in reports])
         if plan.step.mode is Mode.TRAIN and measured is not None:
             self.size_correlation = measured
+        if plan.step.mode is Mode.TRAIN and self.observe is not None:
+            self.observe(reports)
         pending.settle(StepFigures.of(reports, self._topology))
         self._activity.end_step()
         self._settled.set()

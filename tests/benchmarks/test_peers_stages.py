@@ -1,4 +1,4 @@
-"""The tables and modules that RRFP and torch.distributed.pipelining both run in their comparison."""
+"""The tables and modules that all systems run in their comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.against_torch.settings import DEFAULT_METHODS, TORCH_1F1B, Settings
+from benchmarks.peers.settings import FULL_METHODS, TORCH_1F1B, Settings
 from benchmarks.shared.comparison import Cell, Turn
 from benchmarks.shared.sleeping import SleepingStage, TaskLog
 from benchmarks.shared.tables import Form, make_table, scaled
@@ -53,7 +53,7 @@ def test_jitter_delays_the_layers_of_a_v_as_long_as_whole_tasks_in_the_mean() ->
 
 
 def test_forms_of_a_step_agree_on_its_work_so_that_their_bounds_do() -> None:
-    of = Settings(4, ("mllm",), ("J0",), DEFAULT_METHODS)
+    of = Settings(4, ("mllm",), ("J0",), FULL_METHODS)
     turn = Turn(Cell(4, "mllm", "J0"), 1, TORCH_1F1B)
     whole, split, v, looped, looped_split = tables = [of.table(turn, form) for form in Form]
 

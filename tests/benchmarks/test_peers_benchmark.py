@@ -1,4 +1,4 @@
-"""The comparison with torch.distributed.pipelining: the arithmetic of its figures, its aims, and a smoke run."""
+"""The comparison with other systems: the arithmetic of its figures, its aims, its raw data, and a smoke run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,35 @@ from typing import Any
 
 import pytest
 
-from benchmarks.against_torch.aims import CPU, END, OVER, TOLERATED, V_OVER_ZBV, CellAim, aims_of
-from benchmarks.against_torch.own_bytes import limits_of
-from benchmarks.against_torch.report import document_of, print_report
-from benchmarks.against_torch.settings import DEFAULT_METHODS, METHODS, OWN_BYTES, TORCH_1F1B, TORCH_ZBV, Settings
+from benchmarks.peers.aims import (
+    BEHIND,
+    CPU,
+    END,
+    OVER,
+    OVER_TOLERATED,
+    STRICT,
+    TOLERATED,
+    V_OVER_ZBV,
+    CellAim,
+    aims_of,
+)
+from benchmarks.peers.orders import own_bytes
+from benchmarks.peers.raw import RawSteps
+from benchmarks.peers.report import document_of, print_report, text_of
+from benchmarks.peers.run import SITE
+from benchmarks.peers.settings import (
+    DEEPSPEED_1F1B,
+    FULL_METHODS,
+    MEGATRON_1F1B,
+    METHODS,
+    OWN_BYTES,
+    TORCH_1F1B,
+    TORCH_ZBV,
+    Settings,
+)
 from benchmarks.shared.clocks import GLOO, GROUPS, LANE, LOOP, MAIN, REST, Reading, group_of
-from benchmarks.shared.comparison import Cell, Turn
+from benchmarks.shared.comparison import NUM_BYTES, Cell, Runtime, Turn
+from benchmarks.shared.figures import median_interval
 from benchmarks.shared.overhead import makespan
 from benchmarks.shared.step_figures import Results, results_of
 from benchmarks.shared.steps import Step
@@ -27,16 +50,24 @@ from benchmarks.shared.tables import Form, scaled
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
+from rrfp.lab.simulation import simulate
 from rrfp.memory.admission import Limit
 
 ROOT = Path(__file__).resolve().parents[2]
 
 #: A strict order for each form: what runs does not matter to the figures.
-_ORDERS = {Form.WHOLE: "1f1b", Form.SPLIT: "zb-h1", Form.V: "zb-v"}
+_ORDERS = {Form.WHOLE: "1f1b", Form.SPLIT: "zb-h1", Form.V: "zb-v", Form.LOOPED: "interleaved-1f1b"}
+#: Microbatches that each stage of two holds in them.
+_HELD = {Form.WHOLE: (2, 1), Form.SPLIT: (2, 2), Form.V: (2, 2), Form.LOOPED: (2.5, 1.5)}
 
 
 def settings(*methods: str, rounds: int = 2) -> Settings:
-    return Settings(2, ("llm",), ("J3",), methods, microbatches=4, rounds=rounds)
+    plan = tuple(("llm", "J3", number) for number in range(1, 1 + rounds))
+    return Settings(2, ("llm",), ("J3",), methods, microbatches=4, plan=plan)
+
+
+def on(profile: str, of: Settings) -> Settings:
+    return replace(of, profiles=(profile,), plan=tuple((profile, jitter, number) for _, jitter, number in of.plan))
 
 
 def line(
@@ -84,13 +115,13 @@ def test_a_step_as_fast_as_its_order_has_no_overhead_and_holds_what_its_schedule
         assert one.overhead.in_sleeps == pytest.approx(0, abs=1e-9)
         assert (one.begin_s, one.end_s) == pytest.approx((0, 0))
         assert one.per_own_bound >= 1 - 1e-9
-        assert one.held == {Form.WHOLE: (2, 1), Form.SPLIT: (2, 2), Form.V: (2, 2)}[METHODS[name].form]
+        assert one.held == _HELD[METHODS[name].form]
     assert figures["bf, 2n"].per_bound == figures["bf, 2n"].per_own_bound
 
 
 @pytest.mark.parametrize(("method", "schedule"), [("n", "zb-h1"), ("V, n", "zb-v"), (TORCH_1F1B, "1f1b")])
 def test_bytes_that_a_step_held_are_those_that_the_engine_counts(method: str, schedule: str) -> None:
-    of = replace(settings(method), profiles=("mllm",))
+    of = on("mllm", settings(method))
     turn = Turn(Cell(2, "mllm", "J3"), 1, method)
     table = of.table(turn)
 
@@ -102,17 +133,55 @@ def test_bytes_that_a_step_held_are_those_that_the_engine_counts(method: str, sc
 
 
 def test_own_bytes_limit_each_stage_to_what_the_hint_held_there_by_count() -> None:
-    of = replace(settings(OWN_BYTES), profiles=("mllm",), microbatches=16)
+    of = replace(on("mllm", settings(OWN_BYTES)), microbatches=16)
     turn = Turn(Cell(2, "mllm", "J3"), 1, OWN_BYTES)
     table, sizes = of.table(turn), of.sizes(turn)
     counted = run(table, [create_hint(DEFAULT_HINT) for _ in range(2)], [Limit(2), Limit(2)], sizes=sizes)
 
-    limits = limits_of(table, sizes)
+    limits = own_bytes(table, sizes)
 
     for limit, peaks in zip(limits, counted.peaks, strict=True):
         assert limit.microbatches is None
         assert limit.bytes is not None
         assert 1 <= limit.bytes / peaks.num_bytes <= 1.002
+
+
+@pytest.mark.parametrize(
+    ("method", "alone"),
+    [(TORCH_1F1B, {"strict": "1f1b"}), ("strict 1f1b", {"strict": "1f1b"}), ("bf, 2n", {"hint": "bf", "limit": "2n"})],
+)
+def test_a_method_stands_beside_what_its_order_alone_gives(method: str, alone: Mapping[str, str]) -> None:
+    of = settings(TORCH_1F1B, method, rounds=1)
+    turn = Turn(CELL, 1, method)
+    simulated = simulate(of.table(turn), **alone)  # type: ignore[arg-type]
+
+    one = results(of, {(method, 1): {"late": 0.1}})[CELL][method]
+
+    assert one.alone_per_bound == pytest.approx(simulated.makespan / lower_bound(of.table(turn), None))
+    assert one.per_alone == pytest.approx(one.seconds / simulated.makespan)
+    assert one.per_peer[TORCH_1F1B].alone == pytest.approx(simulated.makespan / makespan_of_1f1b(of))
+
+
+def makespan_of_1f1b(of: Settings) -> float:
+    return simulate(of.table(Turn(CELL, 1, TORCH_1F1B)), strict="1f1b").makespan
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].runtime is Runtime.RRFP])
+def test_every_method_of_rrfp_has_an_order_of_its_own(method: str) -> None:
+    of = on("mllm", settings(method))
+    turn = Turn(Cell(2, "mllm", "J3"), 1, method)
+
+    alone = of.order_alone(turn)
+
+    assert alone is not None
+    assert alone >= lower_bound(of.table(turn), None) * (1 - 1e-12)
+
+
+def test_an_interval_of_a_median_has_the_narrowest_ranks_that_cover_95_percent() -> None:
+    intervals = {count: median_interval(range(count, 0, -1)) for count in (1, 5, 8, 9, 20)}
+
+    # From tables of the sign test: its critical values are 0 up to 8 samples, 1 for 9, 5 for 20.
+    assert intervals == {1: (1, 1), 5: (1, 5), 8: (1, 8), 9: (2, 8), 20: (6, 15)}
 
 
 def test_late_returns_and_long_sleeps_are_told_apart() -> None:
@@ -197,6 +266,34 @@ def test_aims_compare_with_the_peer_whose_tasks_or_messages_are_alike() -> None:
     assert V_OVER_ZBV not in split
 
 
+def test_strict_1f1b_is_to_keep_up_with_every_1f1b_and_all_methods_with_their_orders() -> None:
+    of = settings(TORCH_1F1B, MEGATRON_1F1B, "strict 1f1b", "n", rounds=1)
+    found = results(of, {("strict 1f1b", 1): {"slower": 1.05}, ("n", 1): {"slower": 1.02}})
+
+    aims = aims_of(found)
+
+    strict, n = (by_kind(aims, name) for name in ("strict 1f1b", "n"))
+    for peer in (TORCH_1F1B, MEGATRON_1F1B):
+        assert strict[f"{STRICT} {peer}"] == (pytest.approx(105), False)
+    assert strict[BEHIND] == (pytest.approx(105), False)
+    assert strict[OVER_TOLERATED] == (pytest.approx(5), False)
+    one = found[CELL]["n"]
+    assert n[BEHIND][0] == pytest.approx(100 * one.per_alone / found[CELL][TORCH_1F1B].per_alone)
+
+
+def test_the_document_has_a_line_for_each_method_of_a_cell() -> None:
+    found = results(settings(TORCH_1F1B, "n", rounds=3), {("n", 2): {"late": 0.2}})
+
+    text = text_of(document_of(found, aims_of(found)))
+
+    document = json.loads(text)
+    assert [line.startswith('{"profile": "llm"') for line in text.splitlines()].count(True) == 2
+    n, one = document["cells"][1], found[CELL]["n"]
+    assert (n["stages"], n["method"], n["steps"]) == (2, "n", 3)
+    assert (n["over_bound"], n["low"], n["high"]) == pytest.approx((one.per_bound, *one.per_bound_interval), abs=1e-4)
+    assert n["over"][TORCH_1F1B]["high"] > n["over"][TORCH_1F1B]["value"] >= n["over"][TORCH_1F1B]["low"]
+
+
 def test_every_row_of_the_report_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     found = results(settings(*METHODS, rounds=1), {})
 
@@ -227,15 +324,23 @@ def test_a_step_that_did_other_work_ends_the_run(change: str) -> None:
 
 
 def test_steps_alternate_and_each_method_has_every_table_of_a_round() -> None:
-    of = replace(settings(TORCH_1F1B, "n", "n, sizes"), profiles=("llm", "mllm"), jitters=("J0", "J3"))
+    plan = (("llm", "J0", 1), ("mllm", "J0", 1), ("llm", "J0", 2), ("mllm", "J0", 3))
+    of = replace(settings(TORCH_1F1B, "n", "n, sizes"), profiles=("llm", "mllm"), jitters=("J0",), plan=plan)
 
     turns = list(of.turns())
 
-    assert Settings.from_json(of.to_json()) == of
-    assert len(turns) == 3 + 2 * (2 * 2 + 2 * 3)
+    assert list(Settings.from_json(of.to_json()).turns()) == turns
+    assert len(turns) == 3 + 2 * (2 + 3)
     measured = [turn for turn in turns if turn.number]
-    assert [turn.method for turn in measured[:5]] == [TORCH_1F1B, "n", "n", TORCH_1F1B, "n, sizes"]
+    assert [turn.method for turn in measured[:5]] == [TORCH_1F1B, "n", "n", "n, sizes", TORCH_1F1B]
+    assert [turn.number for turn in measured[5:]] == [2, 2, 3, 3, 3]
     assert all(of.table(turn) == of.table(replace_method(turn, "2n")) for turn in measured if turn.method == "n")
+
+
+def test_a_limit_that_follows_steps_has_seen_some_of_full_length() -> None:
+    turns = [turn for turn in settings("n", "auto").turns() if turn.number <= 0]
+
+    assert [(turn.method, turn.number) for turn in turns] == [("n", 0), ("auto", 0), *(("auto", -n) for n in (1, 2, 3))]
 
 
 def replace_method(turn: Turn, method: str) -> Turn:
@@ -267,34 +372,79 @@ def test_threads_are_told_apart_by_name_and_their_seconds_add_up() -> None:
     assert groups[MAIN] > 0
 
 
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_smoke_run_measures_every_default_method_under_every_jitter() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "against_torch" / "run.py"), "--quick", "--json"]
+def kept(raw: RawSteps, of: Settings, disturbed: Sequence[tuple[str, int]] = ()) -> None:
+    for turn in of.turns():
+        others = 0.5 if (turn.method, turn.number) in disturbed else 0.0
+        raw.keep(line(of, turn, others=others))
+
+
+def test_a_run_goes_on_where_the_last_one_ended_and_measures_disturbed_steps_again(tmp_path: Path) -> None:
+    of, common = settings(TORCH_1F1B, "n", rounds=2), {"microbatches": 4}
+    methods = (*of.methods, "n, sizes")  # which llm has none of
+    assert RawSteps(tmp_path / "a", common).lacking(CELL, methods, 3) == range(1, 4)
+    kept(RawSteps(tmp_path / "a", common), of, [("n", 2)])
+    file = tmp_path / "a" / "pp2-llm-J3.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + whole.splitlines()[0][:100])  # the run ended within a line
+
+    raw = RawSteps(tmp_path / "a", common)
+
+    assert [(step.turn.method, step.turn.number) for step in raw.steps(CELL)] == [
+        (TORCH_1F1B, 1), ("n", 1), ("n", 2), (TORCH_1F1B, 2),
+    ]  # fmt: skip
+    assert raw.lacking(CELL, methods, 1) == range(3, 3)
+    assert raw.lacking(CELL, methods, 3) == range(3, 5)
+    raw.keep(line(of, Turn(CELL, 3, "n")))
+    assert [step.turn.number for step in raw.steps(CELL)] == [1, 1, 2, 2, 3]
+    with pytest.raises(SystemExit, match=r"other settings.*--raw"):
+        RawSteps(tmp_path / "a", {"microbatches": 8})
+    assert not list(RawSteps(tmp_path / "a", {"microbatches": 8}, goes_on=False).steps(CELL))
+
+
+def quick(raw: Path, *arguments: str) -> Any:
+    """The document of a smoke run."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers" / "run.py"), "--quick", "--json", "--raw", str(raw)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=270, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
 
-    document = json.loads(done.stdout)
 
-    figures = document["figures"]
-    assert [(one["jitter"], one["method"]) for one in figures] == [
-        (jitter, name) for jitter in ("J0", "J3") for name in DEFAULT_METHODS
-    ]
-    for one in figures:
-        most = {
-            "strict 1f1b": [2, 1],
-            "1f1b": [2, 1],
-            TORCH_1F1B: [2, 1],
-            "2n": [4, 4],
-            "2n, sizes": [4, 4],
-            OWN_BYTES: [4, 4],
-        }
-        held = zip(one["held"], most.get(one["method"], [2, 2]), strict=True)
-        assert all(own <= bound for own, bound in held), one
-        assert one["per_own_bound"] >= 1
-        assert one["overhead"]["total"] > 0
-        assert one["cpu_per_task"] == pytest.approx(sum(one["cpu_s"].values()))
-        assert min(one["begin_s"], one["end_s"]) >= 0
-        assert one["per_peer"][one["method"]]["value"] == 1 if one["method"] in one["per_peer"] else True
-    assert len(document["aims"]) + len(document["not_judged"]) == 2 * (10 * 4 + 1)
+def check(document: Mapping[str, Any], methods: Sequence[str], jitters: Sequence[str]) -> None:
+    cells = document["cells"]
+    assert [(one["jitter"], one["method"]) for one in cells] == [(j, name) for j in jitters for name in methods]
+    peers = [name for name in methods if METHODS[name].runtime is not Runtime.RRFP]
+    for one in cells:
+        most = {"1f1b": 2, "n": 2, "2n": 4, "auto": 4}.get(str(METHODS[one["method"]].options.get("limit")), 4)
+        assert one["held_microbatches"] <= most, one
+        assert 0 < one["held_bytes"] <= one["held_bytes_sum"]
+        assert one["low"] <= one["over_bound"] <= one["high"]
+        assert one["engine_over_bound"] > 0
+        assert one["over_engine"] == pytest.approx(one["over_bound"] / one["engine_over_bound"], rel=0.01)
+        assert one["over_executed_order"] > 1
+        assert one["cpu_ms_task"] > 0
+        assert min(one["begin_ms"], one["end_ms"]) >= 0
+        assert list(one["over"]) == [name for name in peers if name != one["method"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_systems_alternate_on_the_same_stages_and_leave_raw_data(tmp_path: Path) -> None:
+    methods = [TORCH_1F1B, MEGATRON_1F1B, "strict 1f1b", "n", "on Megatron's chunks, whole"]
+
+    document = quick(tmp_path / "raw", "--jitter", "J3", "--methods", *methods)
+
+    check(document, methods, ["J3"])
+    raw = RawSteps(tmp_path / "raw", {"microbatches": 4, "seed": 1, "num_bytes": NUM_BYTES})
+    assert {step.turn.method for step in raw.steps(Cell(2, "mllm", "J3"))} == set(methods)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_smoke_run_measures_every_method_under_every_jitter(tmp_path: Path) -> None:
+    document = quick(tmp_path / "raw")
+
+    is_left_out = {DEEPSPEED_1F1B} if not (SITE / ".ready").exists() else set()
+    check(document, [name for name in FULL_METHODS if name not in is_left_out], ["J0", "J3"])

@@ -1,4 +1,4 @@
-"""One rank of the comparison, started by torchrun: both runtimes in one process, their methods alternating by step."""
+"""One rank of the comparison, started by torchrun: all systems in one process, their methods alternating by step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from benchmarks.against_torch.own_bytes import OwnBytes
-from benchmarks.against_torch.settings import OWN_BYTES, Settings
-from benchmarks.against_torch.systems import steps_of
-from benchmarks.shared.comparison import NUM_BYTES
+from benchmarks.peers.own_bytes import OwnBytes
+from benchmarks.peers.settings import OWN_BYTES, Settings
+from benchmarks.peers.systems import steps_of
 from benchmarks.shared.sleeping import Stages
 from benchmarks.shared.turns import run_turns
 
@@ -22,7 +21,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     with ExitStack() as stack:
         settings, rank = Settings.from_json(sys.argv[1]), dist.get_rank()
-        stages = Stages(rank, settings.stages, NUM_BYTES)
+        stages = Stages(rank, settings.stages, settings.num_bytes)
         own_bytes = OwnBytes(settings, rank, stages)
         stack.callback(own_bytes.close)
         steps = {**steps_of(settings, rank, stages, stack), OWN_BYTES: own_bytes.step}

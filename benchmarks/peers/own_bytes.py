@@ -11,7 +11,8 @@ from contextlib import ExitStack
 
 import torch
 
-from benchmarks.against_torch.settings import METHODS, OWN_BYTES, Settings
+from benchmarks.peers.orders import own_bytes
+from benchmarks.peers.settings import METHODS, OWN_BYTES, Settings
 from benchmarks.shared.comparison import Turn
 from benchmarks.shared.sleeping import Stages, loss_fn
 from benchmarks.shared.tables import scaled
@@ -19,25 +20,12 @@ from benchmarks.shared.turns import SILENT, WARM_UP
 from rrfp.compute.payload import Payload
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.costs import CostTable
-from rrfp.engine.engine import run
-from rrfp.hints.registry import DEFAULT_HINT, create_hint
-from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.options import OptionArguments
-
-#: Bytes are whole numbers, so that proportions are a byte off; a limit would be missed by that byte.
-_SLACK = 1.001
-
-
-def limits_of(costs: CostTable, sizes: Sequence[float] | None) -> list[Limit]:
-    """For each stage, the most bytes that the default hint holds there within N microbatches, in the engine."""
-    counted = [Limit.resolve("n", stage, costs.stages) for stage in range(costs.stages)]
-    result = run(costs, [create_hint(DEFAULT_HINT) for _ in counted], counted, sizes=sizes)
-    return [Limit(bytes=int(peaks.num_bytes * _SLACK)) for peaks in result.peaks]
 
 
 class OwnBytesStage(TorchStage):
@@ -92,7 +80,7 @@ class OwnBytes:
         program = OwnBytesStage(
             dict(zip(placement.virtual_stages(self._rank), [module], strict=True)), graph, loss_fn=loss_fn
         )
-        limit = limits_of(costs, self._settings.sizes(turn))[self._rank]
+        limit = own_bytes(costs, self._settings.sizes(turn))[self._rank]
         options: OptionArguments = {**SILENT, **self._method.options, "limit": limit}
         pipe = Pipeline(program, topology=Topology.from_env(), **options)
         self._pipe = self._open.enter_context(pipe.blocking())

@@ -1,0 +1,85 @@
+"""What the benchmark of replicas and its workers share: layouts, and a rank that is slow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rrfp.costs.table import CostTable
+from rrfp.lab.simulation import simulate
+
+#: A forward and a whole backward, in seconds.
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+#: Of the inputs of a microbatch: 8,192 tokens of 8 bytes.
+INPUT_BYTES = 1 << 16
+FACTORS = (1.0, 1.5, 2.0, 4.0)
+LIMIT = "2n"
+
+
+class Layout(NamedTuple):
+    """Stages, and copies of each."""
+
+    stages: int
+    replicas: int
+
+    @property
+    def slow_stage(self) -> int:
+        """Whose rank in replica 0 is slow."""
+        return self.stages // 2
+
+    @property
+    def microbatches(self) -> int:
+        """M of each replica."""
+        return 4 * self.stages
+
+    def __str__(self) -> str:
+        return f"PP {self.stages} x DP {self.replicas}"
+
+
+REAL = (Layout(4, 2), Layout(2, 4))
+LAYOUTS = (*REAL, Layout(8, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A run of processes.
+
+    Attributes:
+        layout: of the ranks.
+        factors: how much slower the slow rank is, one after the other.
+        rounds: measured steps of each method and factor.
+        pace: by how much tasks are longer than `FORWARD_S` and `BACKWARD_S`.
+    """
+
+    layout: Layout
+    factors: Sequence[float] = FACTORS
+    rounds: int = 8
+    pace: float = 1.0
+
+    def to_json(self) -> str:
+        """For a worker's command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Read `to_json`'s text."""
+        plain = json.loads(text)
+        return cls(**{**plain, "layout": Layout(*plain["layout"])})
+
+
+def table_of(layout: Layout, microbatches: int, slow: float = 1.0) -> CostTable:
+    """One replica's step; ``slow`` is the factor of its slow rank."""
+    factors = np.ones((layout.stages, 1))
+    factors[layout.slow_stage] = slow
+    forward, backward = (seconds * factors.repeat(microbatches, 1) for seconds in (FORWARD_S, BACKWARD_S))
+    none = np.zeros((layout.stages - 1, microbatches))
+    return CostTable(layout.stages, 1, "looped", microbatches, forward, backward, None, none, none)
+
+
+def seconds_of(table: CostTable) -> float:
+    """A step of one replica, by the engine."""
+    return simulate(table, hint="slot-aware-pyramid", limit=LIMIT).makespan

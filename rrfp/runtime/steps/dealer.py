@@ -1,0 +1,291 @@
+"""Deals the microbatches of a step to replicas by the durations of the steps before it (``share_replicas="dealt"``).
+
+Every rank has the reports of all ranks, so all come to the same paces. Where these call for a deal, ranks tell each
+other how many microbatches their callers have, and come to the same deal. Each rank then sends what its caller passed
+for a microbatch to its counterpart in the replica that runs it. All this is done before the first task of the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rrfp.compute.loss import SharedGradientWeights
+from rrfp.compute.payload import Payload
+from rrfp.compute.program import Batch, StageProgram
+from rrfp.errors import ProtocolError, StageError
+from rrfp.log import get_logger
+from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.visits import Visits
+from rrfp.runtime import records
+from rrfp.runtime.all_gather import TreeAllGather
+from rrfp.runtime.context import RankContext
+from rrfp.runtime.lane_executor import LaneExecutor
+from rrfp.runtime.messenger import Messenger
+from rrfp.runtime.steps.deal import Deal, Home, Pace, dealt
+from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.reports import StageReport
+from rrfp.transports.base import Channel, Message, MessageKind
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+#: The pace of a rank is the median of so many training steps, and is known after the first few.
+_STEPS, FEW = 5, 3
+
+#: What a caller passes for a microbatch.
+_Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenShare:
+    """How many microbatches the caller of a rank has."""
+
+    microbatches: int
+
+
+class Paces:
+    """How fast the replicas were in the last steps, the same on every rank."""
+
+    def __init__(self, replica_of: Sequence[int]) -> None:
+        #: By rank.
+        self._replica_of = replica_of
+        self._samples: list[deque[float]] = [deque(maxlen=_STEPS) for _ in replica_of]
+
+    def observe(self, reports: Sequence[StageReport]) -> None:
+        """A training step has ended."""
+        for samples, report in zip(self._samples, reports, strict=True):
+            samples.append(report.breakdown.compute / max(1, report.microbatches))
+
+    def by_replica(self) -> list[Pace] | None:
+        """None before a few steps have ended."""
+        if len(self._samples[0]) < FEW:
+            return None
+        stages: dict[int, list[float]] = {}
+        for replica, samples in zip(self._replica_of, self._samples, strict=True):
+            stages.setdefault(replica, []).append(median(samples))
+        return [Pace.of(stages[replica]) for replica in sorted(stages)]
+
+
+class Dealer:
+    """Deals the microbatches of each training step, on one rank. ``seeds`` are those of random numbers, by replica."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        program: StageProgram,
+        seeds: Sequence[int],
+        all_gather: TreeAllGather,
+        messenger: Messenger,
+        executor: LaneExecutor,
+    ) -> None:
+        topology, graph = context.topology, context.graph
+        self._topology = topology
+        self._activity = context.activity
+        self._program = program
+        self._seeds = seeds
+        self._all_gather = all_gather
+        self._messenger = messenger
+        self._executor = executor
+        #: By replica, the rank of this stage; and the replica of each rank of the job.
+        self._counterparts = topology.mesh.counterparts(topology.rank)
+        self._replica_of = [topology.place_of(rank).replica for rank in range(topology.world)]
+        own = graph.placement.virtual_stages(topology.stage)
+        #: What of the caller's data this rank uses.
+        self._used = {
+            "inputs": any(not graph.predecessors[v] for v in own),
+            "targets": any(not graph.successors[v] for v in own),
+            "kwargs": True,
+        }
+        self._paces = Paces(self._replica_of)
+        #: How many microbatches the callers had in the last training step.
+        self._given: tuple[int, ...] = ()
+        self._last: Deal | None = None
+        self._counts: tuple[int, ...] = ()
+        self._is_checked = False
+        self._arrived: dict[Home, Message] = {}
+        self._news = asyncio.Event()
+
+    def observe(self, reports: Sequence[StageReport]) -> None:
+        """The reports of all ranks about a training step are here."""
+        self._paces.observe(reports)
+        if self._last is None:
+            first = {replica: rank for rank, replica in reversed([*enumerate(self._replica_of)])}
+            self._given = tuple(reports[first[replica]].microbatches for replica in sorted(first))
+
+    def on_message(self, message: Message) -> None:
+        """A microbatch of another replica arrived."""
+        step, task, sender = self._activity.step, message.task, message.sender
+        if sender not in self._counterparts or task is None:
+            raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage")
+        if step is None or message.step is None or message.step.number != step.number:
+            raise ProtocolError(f"rank {sender} sent a microbatch of {message.step} in {step}")
+        self._arrived[Home(self._replica_of[sender], task.microbatch)] = message
+        self._news.set()
+
+    async def deal(self, plan: Plan) -> Plan:
+        """The plan of the microbatches that this rank runs; its program then has their data."""
+        self._last = None
+        if plan.step.mode is not Mode.TRAIN:
+            return plan
+        if not self._is_checked:  # at once, and not when a rank becomes slow after a day
+            await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
+            self._is_checked = True
+        paces = self._paces.by_replica()
+        if paces is None or dealt(self._given, paces) == self._given:
+            return plan
+        self._given = await self._all_given(plan)
+        deal = Deal(self._given, dealt(self._given, paces))
+        self._tell(deal)
+        if deal.counts == deal.given:
+            return plan
+        self._last = deal
+        return await self._exchanged(plan, deal)
+
+    async def _all_given(self, plan: Plan) -> tuple[int, ...]:
+        """How many microbatches each replica's caller has; a ProtocolError where its ranks differ."""
+        own = records.pack(GivenShare(plan.step.microbatches))
+        answers = await self._all_gather.all_gather("microbatches", plan.step.number, own)
+        counts = [records.unpack(GivenShare, data, "the microbatches of a rank").microbatches for data in answers]
+        given: dict[int, int] = {}
+        for rank, count in enumerate(counts):
+            first = given.setdefault(self._replica_of[rank], count)
+            if count != first or count < 1:
+                name = self._topology.name_of(rank)
+                raise ProtocolError(
+                    f"the number of microbatches is {count} on {name}, must be {max(1, first)} as on the first rank of "
+                    "its replica"
+                )
+        return tuple(given[replica] for replica in sorted(given))
+
+    async def _exchanged(self, plan: Plan, deal: Deal) -> Plan:
+        """Send what others run, and wait for what this rank runs of theirs."""
+        own = self._topology.replica
+        homes = deal.homes[own]
+        leaving = [
+            (taker, home.microbatch)
+            for taker, taken in enumerate(deal.homes)
+            for home in taken
+            if taker != own and home.replica == own
+        ]
+        numbers = [m for _, m in leaving]
+        packed = await self._on_lane("packing microbatches", lambda: self._packed(plan, numbers))
+        sends = (
+            self._messenger.send_to(self._counterparts[taker], self._message(m, payload))
+            for (taker, m), payload in zip(leaving, packed, strict=True)
+        )
+        await asyncio.gather(*sends)
+        wanted = [home for home in homes if home.replica != own]
+        while not self._arrived.keys() >= {*wanted}:
+            self._news.clear()
+            await self._news.wait()
+        arrived = {home: self._payload(message) for home, message in self._arrived.items()}
+        self._arrived.clear()
+        if others := arrived.keys() - {*wanted}:
+            raise ProtocolError(
+                f"replica {min(others).replica} sent microbatch {min(others).microbatch}, run elsewhere"
+            )
+        tensors = [t for payload in arrived.values() for t in payload.tensors if t is not None]
+        return await self._on_lane(
+            "taking microbatches", lambda: self._reopened(plan, deal, [arrived[home] for home in wanted]), tensors
+        )
+
+    async def _on_lane(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> T:
+        """The lane comes behind the caller's work on its tensors."""
+        return await self._executor.run_extra(name, call, received)
+
+    def _packed(self, plan: Plan, microbatches: Iterable[int]) -> list[Payload]:
+        """What the caller passed for some microbatches; a StageError if it cannot travel."""
+        batch = plan.batch_of(self._topology.stage)
+        lists = {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
+        weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
+        lists |= {"weights": weights, "sizes": plan.sizes}
+        packed = []
+        for m in microbatches:
+            fields = {name: own[m] for name, own in lists.items() if own is not None}
+            payload = Payload.pack(fields, f"microbatch {m}")
+            if any(tensor is not None and tensor.requires_grad for tensor in payload.tensors):
+                raise StageError(
+                    f"microbatch {m} has a tensor that requires grad, must have none with share_replicas: its gradient "
+                    "would stay with the replica that runs it"
+                )
+            packed.append(payload.sent())
+        return packed
+
+    def _message(self, microbatch: int, payload: Payload) -> Message:
+        body = {"structure": payload.structure}
+        task, kind = Task(Kind.F, microbatch, 0), MessageKind.MICROBATCH
+        return Message(Channel.FORWARD, kind, self._activity.step, task, payload.tensors, body)
+
+    def _payload(self, message: Message) -> Payload:
+        structure: Any = message.body.get("structure")
+        if not isinstance(structure, Sequence):
+            raise ProtocolError(f"rank {message.sender} sent a microbatch without the structure of its tensors")
+        return Payload(message.tensors, structure)
+
+    def _reopened(self, plan: Plan, deal: Deal, arrived: Sequence[Payload]) -> Plan:
+        """The plan of the deal, with which the program begins the step anew."""
+        # A module may write into its inputs; what arrived is read-only.
+        taken = [
+            _fields(Payload(tuple([t if t is None else t.clone() for t in p.tensors]), p.structure)) for p in arrived
+        ]
+        homes = deal.homes[self._topology.replica]
+        keep, count = len(homes) - len(taken), len(homes)
+        batch = plan.batch_of(self._topology.stage)
+
+        def joined(name: str, own: Any, blank: Any = None) -> list[Any] | None:
+            others = [fields.get(name) for fields in taken]
+            if own is None and all(each is None for each in others):
+                return None
+            kept = [blank] * keep if own is None else own[:keep]
+            return [*kept, *(blank if each is None else each for each in others)]
+
+        weights, sizes = joined("weights", plan.weights, 1.0), joined("sizes", plan.sizes)
+        factors = batch.gradient_weights
+        assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+        new = Batch(
+            joined("inputs", batch.inputs),
+            joined("targets", batch.targets),
+            joined("kwargs", batch.kwargs, {}),
+            factors.dealt(weights, count),
+            batch.return_outputs,
+            batch.training_step,
+            {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes) if m >= keep},
+        )
+        step = plan.step._replace(microbatches=count)
+        self._program.reopen(step, new)
+        return replace(
+            plan,
+            step=step,
+            batch=new,
+            weights=None if weights is None else tuple(weights),
+            sizes=None if sizes is None or None in sizes else tuple(sizes),
+            visits=Visits(count),
+            kwargs=None,
+            deal=deal,
+        )
+
+    def _tell(self, deal: Deal) -> None:
+        """Log a deal that differs from the one before, once a job."""
+        if deal.counts != self._counts and self._topology.rank == 0:
+            logger.info("replicas run %s microbatches, by the time that each takes", deal)
+        self._counts = deal.counts
+
+
+def _fields(payload: Payload) -> _Fields:
+    """What the caller of another replica passed; a ProtocolError if it is none of that."""
+    fields = payload.unpack()
+    if not isinstance(fields, Mapping):
+        raise ProtocolError("a microbatch arrived that is no dict of inputs, targets and so on")
+    for name in ("weights", "sizes"):
+        value = fields.get(name)
+        if value is not None and not (type(value) is float and value >= 0):
+            raise ProtocolError(f"a microbatch arrived with {name} {value!r:.80}, must be a float >= 0")
+    return fields

@@ -1,0 +1,80 @@
+"""Programs of two stages by two replicas, one rank of which is slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import rrfp
+from rrfp.model.mesh import Mesh
+from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.runtime.steps.dealer import FEW
+
+#: Two stages by two replicas; the second stage of replica 0 is slow.
+MESH = Mesh((("pp", 2), ("dp", 2)))
+SLOW = 2
+GIVEN = (8, 6)
+QUICK_S, SLOW_S = 0.001, 0.006
+STEPS = FEW + 2
+
+
+class Counts(rrfp.StageProgram):
+    """Each stage adds what the caller passed it to what it received; the loss is the sum."""
+
+    def __init__(self, rank: int, seconds: float = QUICK_S) -> None:
+        self.place, self.seconds = MESH.place_of(rank), seconds
+        self.opened: list[rrfp.Batch] = []
+        self.reopened: list[rrfp.Batch] = []
+        self.ran: list[int] = []
+
+    def open(self, step: Any, batch: rrfp.Batch) -> None:
+        self.opened.append(batch)
+        self._begin(batch)
+
+    def reopen(self, step: Any, batch: rrfp.Batch) -> None:
+        self.reopened.append(batch)
+        self._begin(batch)
+
+    def _begin(self, batch: rrfp.Batch) -> None:
+        self._batch: Any = batch
+        self._losses: dict[int, float] = {}
+        self.ran = []
+
+    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+        time.sleep(self.seconds)
+        m = task.microbatch
+        self.ran.append(m)
+        if self.place.stage == 0:
+            return rrfp.Payload.pack(self._batch.inputs[m] + self._batch.kwargs[m]["more"])
+        self._losses[m] = float(inputs[0].unpack() + self._batch.targets[m])
+        return rrfp.Payload()
+
+    def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
+        time.sleep(self.seconds)
+        return () if self.place.stage == 0 else (rrfp.Payload((torch.ones(1),)),)
+
+    def losses(self) -> Mapping[int, float]:
+        return self._losses
+
+
+def batch_of(rank: int, number: int) -> dict[str, Any]:
+    """What the caller on a rank passes: numbers that tell step, replica and microbatch."""
+    stage, replica, _ = MESH.place_of(rank)
+    count = GIVEN[replica]
+    own = [torch.full((1,), 100.0 * number + 10 * replica + m) for m in range(count)]
+    if stage == 0:
+        return {"inputs": own, "kwargs": [{"more": m / 8} for m in range(count)]}
+    return {"targets": own, "weights": [1.0 + m for m in range(count)]}
+
+
+def programs(slow: float = SLOW_S) -> list[Counts]:
+    """One a rank; the slow rank's takes so many seconds a task."""
+    return [Counts(rank, slow if rank == SLOW else QUICK_S) for rank in range(MESH.size)]
+
+
+def steps(rank: int, pipe: BlockingPipeline) -> list[rrfp.StepResult]:
+    """A body."""
+    return [pipe.step(**batch_of(rank, number)) for number in range(STEPS)]

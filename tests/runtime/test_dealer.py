@@ -1,0 +1,172 @@
+"""`share_replicas="dealt"`: a slow rank's replica runs fewer microbatches, and no caller sees another result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compute.gloo_ranks import GOOD, outcomes
+from fork_server import fork_server
+from runtime.dealt_programs import GIVEN, MESH, SLOW, STEPS, Counts, batch_of, programs, steps
+from runtime.group_programs import aborted
+from runtime.ranks import ThreadedRanks
+from runtime.toys import loss_fn
+
+import rrfp
+from rrfp.core.usage import Peaks
+from rrfp.errors import ConfigError
+from rrfp.model.mesh import Mesh
+from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.pipeline.options import complete
+from rrfp.runtime.steps.deal import Pace
+from rrfp.runtime.steps.dealer import FEW, Paces
+from rrfp.runtime.steps.reports import StageReport
+from rrfp.trace.breakdown import Breakdown
+
+__all__ = ["fork_server"]
+
+
+def losses_of(replica: int, number: int) -> list[float]:
+    """Of the microbatches of a replica's caller."""
+    return [2 * (100.0 * number + 10 * replica + m) + m / 8 for m in range(GIVEN[replica])]
+
+
+def mean(number: int) -> float:
+    pairs = [(1.0 + m, loss) for replica in range(2) for m, loss in enumerate(losses_of(replica, number))]
+    return sum(weight * loss for weight, loss in pairs) / sum(weight for weight, _ in pairs)
+
+
+def run(ranks: Sequence[Counts], body: Callable[[int, BlockingPipeline], Any], **options: Any) -> ThreadedRanks:
+    return ThreadedRanks(ranks, body, mesh=MESH, share_replicas="dealt", **options)
+
+
+def test_the_caller_gets_the_results_of_its_own_microbatches() -> None:
+    ranks = programs()
+    results = [outcome.value for outcome in run(ranks, steps, limit=3).join()]
+    for rank, own in enumerate(results):
+        replica = MESH.place_of(rank).replica
+        assert [result.microbatches for result in own] == [GIVEN[replica]] * STEPS
+        for number, result in enumerate(own):
+            assert result.losses == pytest.approx(losses_of(replica, number))
+            assert result.loss == pytest.approx(mean(number))
+            assert result.dealt == results[0][number].dealt
+            assert max(result.peak_held) <= 3
+    assert [result.dealt for result in results[0][:FEW]] == [()] * FEW
+    for result in results[0][FEW:]:
+        slow, quick = result.dealt
+        assert slow + quick == sum(GIVEN)
+        assert slow < GIVEN[0]
+    counts = results[0][-1].dealt
+    for program in ranks:
+        assert sorted(program.ran) == list(range(counts[program.place.replica]))
+        assert all(batch.training_step >= FEW for batch in program.reopened)
+
+
+def test_the_pace_of_a_rank_is_a_median_and_comes_after_a_few_steps() -> None:
+    paces = Paces([0, 1, 0, 1])
+    for number in range(6):
+        seconds = [1.0, 2.0, 3.0, 4.0 if number != 3 else 400.0]
+        assert (paces.by_replica() is None) == (number < FEW)
+        paces.observe([StageReport(0, 9.0, Breakdown(9.0, 2 * each), Peaks(), microbatches=2) for each in seconds])
+    assert paces.by_replica() == [Pace(3.0, 1.0), Pace(4.0, 2.0)]
+
+
+def test_evaluations_run_where_they_are() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> list[Any]:
+        trained = steps(rank, pipe)
+        evaluated = pipe.evaluate(**{**batch_of(rank, STEPS), "weights": None})
+        return [*trained, evaluated, pipe.step(**batch_of(rank, STEPS + 1))]
+
+    for rank, outcome in enumerate(run(programs(), body).join()):
+        *_, evaluated, last = outcome.value
+        assert evaluated.dealt == ()
+        assert evaluated.losses == pytest.approx(losses_of(MESH.place_of(rank).replica, STEPS))
+        assert sum(last.dealt) == sum(GIVEN)
+
+
+def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
+    ranks = programs()
+    run(ranks, steps).join()
+    for program in ranks:
+        for batch in program.reopened:
+            foreign = [m for m in range(len(batch.gradient_weights)) if m in batch.homes]
+            assert (program.place.replica == 1) == bool(foreign)
+            assert [batch.homes[m][0] for m in foreign] == [0] * len(foreign)  # replica 0 has the job's own seed
+            kept = len(batch.gradient_weights) - len(foreign)
+            assert foreign == list(range(kept, kept + len(foreign)))
+            given = [batch.homes[m][1] for m in foreign]
+            assert given == list(range(GIVEN[0] - len(foreign), GIVEN[0]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({1: torch.ones(1, requires_grad=True)}, "microbatch 1 has a tensor that requires grad, must have none"),
+        ({0: object()}, "microbatch 0['inputs'] is of type object"),
+    ],
+)
+def test_what_cannot_move_ends_the_first_step_on_all_ranks(bad: dict[int, Any], reason: str) -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        own = batch_of(rank, 0)
+        for m, value in bad.items() if rank == 1 else ():
+            own["inputs"][m] = value
+        return pipe.step(**own)
+
+    for abort in aborted(run([Counts(rank) for rank in range(4)], body).join()):
+        assert reason in str(abort)
+        assert abort.origin.rank == 1
+
+
+def test_ranks_of_a_replica_must_have_as_many_microbatches() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        steps(rank, pipe)
+        own = batch_of(rank, STEPS)
+        return pipe.step(**{name: values[: 5 if rank == SLOW else None] for name, values in own.items()})
+
+    for abort in aborted(run(programs(), body).join()):
+        assert "the number of microbatches is 5 on stage 1, dp 0 (rank 2), must be 8" in str(abort)
+
+
+def test_a_rank_that_fails_where_it_takes_microbatches_is_named_on_all() -> None:
+    class Refuses(Counts):
+        def reopen(self, step: Any, batch: rrfp.Batch) -> None:
+            raise ValueError("enough")
+
+    for abort in aborted(run([*programs()[:3], Refuses(3)], steps).join()):
+        assert "enough" in str(abort)
+        assert abort.origin.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"share_replicas": True}, "share_replicas is True, must be False or 'dealt'"),
+        ({"deterministic": True}, "deterministic is True, must be False with share_replicas"),
+        ({"replay": "logs"}, "replay is set, must be None with share_replicas"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        complete({"share_replicas": "dealt", **options})  # type: ignore[typeddict-item]
+
+
+def test_groups_and_graphs_are_refused() -> None:
+    groups = Mesh((("pp", 2), ("tp", 2), ("dp", 2)))
+    with pytest.raises(ConfigError, match="must be False where a group has 2 ranks"):
+        rrfp.Pipeline(Counts(0), topology=rrfp.Topology.at(0, groups), share_replicas="dealt", loss_fn=None)
+    graph = rrfp.Graph()
+    graph.part("model", stages=[0, 1])
+    modules: Any = [{"model": torch.nn.Linear(2, 2)} for _ in range(2)]
+    with pytest.raises(ConfigError, match="must be False for a graph of parts"):
+        rrfp.local(modules, graph=graph, loss_fn=loss_fn, share_replicas="dealt")
+
+
+@pytest.mark.slow
+def test_gradients_and_losses_are_those_without_it(tmp_path: Path) -> None:
+    """With chunks, a split backward, weights, dropout and ragged microbatches, accumulated over steps."""
+    case = "gradients_of_a_shared_step_are_the_references"
+    found = outcomes("runtime.shared_cases", [case], 4, tmp_path)[case]
+    assert found == [GOOD] * 4, "\n".join(found)
