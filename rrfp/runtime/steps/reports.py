@@ -92,6 +92,8 @@ class StageReport:
     resources: bytes = _RESOURCES.pack(_NO_LIMIT, _NO_LIMIT, 0, 0)
     #: See `rrfp.memory.size_order.correlation`.
     size_correlation: float | None = None
+    #: See `rrfp.core.stage_core.StageCore.byte_room`.
+    byte_room: float | None = None
     #: That it ran.
     microbatches: int = 0
 
