@@ -1,4 +1,4 @@
-"""docs/how-to/several-hosts.md, Ray Train: four workers, one of which is killed, end with the bits of an unbroken run."""
+"""docs/how-to/several-hosts.md, Ray Train: four workers, one of which is killed, end with the bits of a whole run."""
 
 from __future__ import annotations
 
