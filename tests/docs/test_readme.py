@@ -87,6 +87,7 @@ def test_the_program_runs_as_it_stands(shell: ForkedShell | Installed, tmp_path:
     (tmp_path / "train.py").write_text(PROGRAM)
     printed = shell.printed("python train.py", tmp_path)
     assert re.match(r"step 19, loss 0\.\d+, 8 microbatches, ", printed)
+    assert PROGRAM in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_the_pictures_caption_has_the_figures_that_its_benchmark_prints() -> None:
