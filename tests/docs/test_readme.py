@@ -40,7 +40,7 @@ SHORTER = {
 VALUES = {
     "--costs FILE": f"--costs {COSTS}",
     "trace FILE": "trace trace.json",
-    "report FILE": "report trace.json",
+    "rrfp report FILE": "rrfp report trace.json",
     "rrfp costs FILE": "rrfp costs trace.json --skip-first 0",
     "hint NAME": "hint bf",
     "transport NAME": "transport inproc",
