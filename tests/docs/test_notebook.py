@@ -22,6 +22,7 @@ def test_it_is_what_its_command_makes_of_the_page() -> None:
 def test_every_cell_runs_and_the_timeline_of_a_step_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("single", None)  # of another test
     shell, names, shown, losses = ForkedShell(), dict[str, Any](), "", []
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         if cell["cell_type"] != "code":
