@@ -248,6 +248,7 @@ def test_dark_narrow_and_grey(browser: Browser, page: Path, trace: Path) -> None
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_64_stages_and_512_microbatches_are_drawn(browser: Browser, tmp_path: Path) -> None:
     from report.conftest import simulated
 
