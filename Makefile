@@ -1,7 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Each sets up .venv from requirements*.lock first, once.
 #   PYTHON=python3.12        the interpreter .venv is made from (3.11 or newer)
 #   INDEX_URL=https://...    the package index to install from; default: pip's own configuration
-#   ARGS="..."               passed on by `make demo` (to rrfp demo), `make test` (to pytest) and `make peers`
+#   ARGS="..."               passed on by `make demo` (to rrfp demo), `make test` (to pytest) and `make peers`, `make parity`
 #   GPU_PYTHON=3.12          the version of Python for which `make gpu-wheels` fetches wheels
 #   DEVICE=cuda|stub|double  where `make gpu-test` and `make gpu-bench` run; the others are stand-ins on the CPU: stub is
 #                            torch's own CUDA build over a stub of CUDA, for which out/gpu-stub is set up first (3 GB)
@@ -23,10 +23,10 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-long long-site peers-site peers mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
+.PHONY: help setup demo test test-fast test-long long-site peers-site peers parity mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all
 
 help:
-	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | peers | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
+	@echo "make demo | test | test-fast | test-long | long-site | mutation | figures | lint | fmt | bench | peers | parity | setup | clean | gpu-wheels | gpu-stub | gpu-test | gpu-bench | gpu-questions | gpu-all      (options: see the head of the Makefile)"
 
 setup: $(READY)
 
@@ -84,10 +84,14 @@ fmt: $(READY)
 	$(BIN)/ruff format $(CODE)
 
 # They take long, and measure no speed.
-OF_HOURS := benchmarks/soak/run.py benchmarks/suspend/run.py
+OF_HOURS := benchmarks/soak/run.py benchmarks/suspend/run.py benchmarks/parity/run.py
 
 bench: $(READY)
 	@set -e; for file in $(filter-out $(OF_HOURS),$(wildcard benchmarks/*/run.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+# Losses by readiness beside other ways to train: half an hour; ARGS=--full takes hours, and goes on where it was stopped.
+parity: $(READY)
+	$(BIN)/python benchmarks/parity/run.py $(ARGS)
 
 # The GPU targets use $(PYTHON) with its own torch and without .venv. They need no network: gpu-wheels, which does, is
 # run before on another machine, and out/gpu-wheels is carried to the one with the GPU.

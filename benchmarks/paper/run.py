@@ -1,6 +1,6 @@
 """Every table of the paper's section 7 as a simulation, the paper's figures beside ours. Under five minutes.
 
-    python benchmarks/paper/run.py [--only table-1] [--seeds N] [--out DIR] [--quick] [--json]
+    python benchmarks/paper/run.py [--only table-1] [--seeds N] [--out DIR] [--quick] [--json [FILE]]
 
 The workloads are simulated, so absolute seconds mean nothing; compare speed-ups. One model serves all cells
 (`benchmarks/paper/workloads.py` says what each part of it follows from), nothing is fitted to a cell, and each table
@@ -10,7 +10,6 @@ runs: its figures mean nothing.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from benchmarks.paper.tables import SECTIONS, Section, Table
 from benchmarks.paper.theorem import theorem
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.options import parsed, parser_of, report, text_of
 from rrfp.lab.sweep.pool import usable_cores
 
 ALL: dict[str, Section] = {
@@ -58,7 +57,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def main() -> None:
     """Run and print."""
-    parser = parser_of("The paper's tables, simulated.")
+    parser = parser_of("The paper's tables, simulated.", json_file=True)
     parser.add_argument("--only", choices=list(ALL), action="append", help="this table only; may be repeated")
     parser.add_argument("--seeds", type=int, default=3, help="draws of every workload, at least 1")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes, at least 1")
@@ -75,16 +74,21 @@ def main() -> None:
     tables = {name: ALL[name].table(runs) for name in names}
     pictures = plot(tables, arguments.out)
     took = time.monotonic() - started
-    if arguments.json:
-        plain = {name: {"columns": t.columns, "rows": t.rows, "data": t.data} for name, t in tables.items()}
-        pictured = [str(path) for path in pictures]
-        print(json.dumps({"tables": plain, "pictures": pictured, "seconds": took, "other_load": load.share()}))
-        return
-    console = Console(width=max(Console().width, 170))
-    for table in tables.values():
-        print_table(console, table)
-    print(f"{len(runs.found)} runs, {runs.seeds} seeds, {took:.0f} s; pictures: {', '.join(map(str, pictures))}")
-    print(load.sentence())
+    document = {
+        "tables": {name: {"columns": t.columns, "rows": t.rows, "data": t.data} for name, t in tables.items()},
+        "pictures": [str(path) for path in pictures],
+        "seconds": took,
+        "other_load": load.share(),
+    }
+
+    def drawn() -> None:
+        console = Console(width=max(Console().width, 170))
+        for table in tables.values():
+            print_table(console, table)
+        print(f"{len(runs.found)} runs, {runs.seeds} seeds, {took:.0f} s; pictures: {', '.join(map(str, pictures))}")
+        print(load.sentence())
+
+    report(arguments.json, document, drawn, text_of)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """RRFP beside torch's, Megatron-core's and DeepSpeed's pipeline schedules on the same emulated stages.
 
     python benchmarks/peers/run.py [--headline | --full | --quick] [--stages 4 8] [--profile llm mllm] [--jitter J0 J3]
-        [--methods NAME ...] [--rounds N] [--raw FOLDER] [--json [FILE]]
+        [--methods NAME ...] [--rounds N] [--raw FOLDER] [--resume] [--json [FILE]]
 
 `make peers ARGS=--headline` does the same, and makes DeepSpeed's environment first (`make peers-site`, a folder of
 pinned packages without CUDA); megatron-core is one of the project's own. Without that folder DeepSpeed is left out.
@@ -16,7 +16,8 @@ and measures memory on CUDA devices, so it does not run on a CPU; torch's ZBV is
 
 --headline, the default, takes ten minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 4 and
 8, also zipf and moe, and all methods, about an hour and a half; after an interruption it goes on, and called again it
-measures once more what lacks undisturbed steps. The other options choose parts; an unknown name prints all methods.
+measures once more what lacks undisturbed steps; the others do so with --resume. The other options choose parts; an
+unknown name prints all methods.
 ``sizes`` are left out on llm, where all microbatches are alike.
 
 RRFP's methods have the default hint and a split backward, with the limit that their names give; "whole" is not split.
@@ -102,7 +103,7 @@ def main() -> None:
     arguments = _arguments()
     load = OtherLoad()
     common: dict[str, Any] = {"microbatches": 4 if arguments.quick else 32, "seed": 1, "num_bytes": NUM_BYTES}
-    raw = RawSteps(arguments.raw, common, goes_on=arguments.full)
+    raw = RawSteps(arguments.raw, common, goes_on=arguments.full or arguments.resume)
     every = list(_settings(arguments, raw, common))
     for _ in steps_measured(Path(__file__).with_name("worker.py"), every, raw.keep, _variables()):
         pass
@@ -132,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="by name")
     parser.add_argument("--rounds", type=int, default=5, help="undisturbed steps of each method, at least 1")
     parser.add_argument("--raw", type=Path, help="the folder of raw data; by default in out/peers")
+    parser.add_argument("--resume", action="store_true", help="keep its steps and measure what lacks, as --full does")
     arguments = parser.parse_args()
     name = next((name for name in SCOPES if getattr(arguments, name)), "headline")
     scope = SCOPES[name]

@@ -54,3 +54,16 @@ def report(
     tables()
     if json_file:
         Path(json_file).write_text(text_of(document))
+
+
+def text_of(document: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry of lists and mappings, so that two runs can be compared by line."""
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines_of(value)}" for name, value in document.items()) + "\n}\n"
+
+
+def _lines_of(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    if isinstance(value, dict) and value:
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()) + "\n}"
+    return json.dumps(value)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from benchmarks.shared.tables import Form, make_table
 from rrfp.costs.table import CostTable
 from rrfp.memory.admission import Limit
 from rrfp.runtime.context import Coordination
@@ -35,12 +36,16 @@ class Settings:
         stages: N.
         microbatches: M.
         rounds: measured steps of each method; one more warms up.
+        profile: the workload whose tasks take the times of `make_table`; "": they take `TASK_S`.
+        jitter: its level.
     """
 
     tp: int
     stages: int = 2
     microbatches: int = 16
     rounds: int = 6
+    profile: str = ""
+    jitter: str = "J0"
 
     def to_json(self) -> str:
         """For a worker's command line."""
@@ -57,6 +62,8 @@ class Settings:
 
     def costs(self, number: int) -> CostTable:
         """The tasks of round ``number``: the same on all ranks and for all methods."""
+        if self.profile:
+            return _profile_costs(self.profile, self.jitter, self.stages, self.microbatches, number)
         return _costs(self.stages, self.microbatches, number)
 
     def delay_s(self, number: int, rank: int, task: str) -> float:
@@ -75,3 +82,8 @@ def _costs(stages: int, microbatches: int, number: int) -> CostTable:
     return CostTable(
         stages, 1, "looped", microbatches, rows(stages, TASK_S), rows(stages, TASK_S), None, nothing, nothing
     )
+
+
+@lru_cache(maxsize=4)
+def _profile_costs(profile: str, jitter: str, stages: int, microbatches: int, number: int) -> CostTable:
+    return make_table(Form.WHOLE, profile, stages, microbatches, seed=1, step=number, jitter=jitter)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import fork_server
+from fork_server import run as run_scripts
 
 from benchmarks.peers.aims import (
     BEHIND,
@@ -52,6 +54,8 @@ from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
 from rrfp.lab.simulation import simulate
 from rrfp.memory.admission import Limit
+
+__all__ = ["fork_server"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -448,3 +452,20 @@ def test_smoke_run_measures_every_method_under_every_jitter(tmp_path: Path) -> N
 
     is_left_out = {DEEPSPEED_1F1B} if not (SITE / ".ready").exists() else set()
     check(document, [name for name in FULL_METHODS if name not in is_left_out], ["J0", "J3"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--rounds", "0"), "--rounds is 0, must be at least 1"),
+        (("--stages", "1"), "--stages is 1, must be at least 2"),
+        (("--headline", "--full"), "not allowed with argument --headline"),
+        (("--methods", "torch 2F2B"), "choose from"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments: Sequence[str], error: str) -> None:
+    [done] = run_scripts(ROOT / "benchmarks" / "peers" / "run.py", *arguments)
+
+    assert done.code == 2
+    assert error in done.errors
+    assert "Traceback" not in done.errors

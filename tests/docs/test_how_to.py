@@ -16,9 +16,9 @@ PAGE = (ROOT / "docs" / "how-to" / "uneven-microbatches.md").read_text()
 
 @pytest.mark.long
 def test_uneven_microbatches_keep_the_loss_and_the_byte_limit(installed: Installed, tmp_path: Path) -> None:
-    ((name, program),) = re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL)
-    (tmp_path / name).write_text(program)
-    lines = installed.printed(f"python {name}", tmp_path).splitlines()
+    (program,) = re.findall(r'```python title="uneven.py"\n(.*?)```', PAGE, re.DOTALL)
+    (tmp_path / "uneven.py").write_text(program)
+    lines = installed.printed("python uneven.py", tmp_path).splitlines()
     shown = re.findall(r"^    (loss .+)$", PAGE, re.MULTILINE)
     assert [re.findall(r"loss \S+", line) for line in lines] == [re.findall(r"loss \S+", line) for line in shown]
     assert len({line.split()[1].rstrip(",") for line in lines}) == 1

@@ -16,7 +16,7 @@ from rrfp.trace.job_data import TracedJob
 from rrfp.trace.spans import StepTrace
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def plotting() -> None:
     """Skips a test where the page's library is not here."""
     if not library.PACKAGE.exists():
@@ -40,10 +40,10 @@ def simulated(hint: str, limit: str, steps: int = 8, stages: int = 4, microbatch
     return [simulate(table, hint=hint, limit=limit).result.trace(number) for number, table in enumerate(tables)]
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight steps in 1F1B's memory."""
-    return write(tmp_path / "bf.json", "bf", "1f1b")
+    return write(tmp_path_factory.mktemp("report") / "bf.json", "bf", "1f1b")
 
 
 def write(path: Path, hint: str, limit: str) -> Path:

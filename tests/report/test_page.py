@@ -22,14 +22,13 @@ from rrfp.trace.spans import StepTrace, TaskSpan
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def page(trace: Path, plotting: None) -> Path:
     """The report on the trace."""
-    return report(trace)
+    return report(trace.with_name("report.html"), trace)
 
 
-def report(*arguments: Path | str) -> Path:
-    out = Path(arguments[0]).with_name("report.html")
+def report(out: Path, *arguments: Path | str) -> Path:
     result = rrfp("report", *arguments, "-o", out)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"written to {out}: open it in a browser\n"
@@ -188,10 +187,10 @@ def test_the_keyboard_does_what_the_mouse_does(browser: Browser, page: Path, tra
 
 
 def test_two_traces_share_a_time_axis_and_have_each_panel_beside_the_other(
-    browser: Browser, trace: Path, plotting: None
+    browser: Browser, trace: Path, tmp_path: Path
 ) -> None:
-    other = write(trace.with_name("pyramid.json"), "slot-aware-pyramid", "2n")
-    browser.open(report(trace, other, "--no-advice"))
+    other = write(tmp_path / "pyramid.json", "slot-aware-pyramid", "2n")
+    browser.open(report(tmp_path / "report.html", trace, other, "--no-advice"))
     heads = browser.run("[...document.querySelectorAll('#timelines h3')].map(head => head.textContent)")
     assert heads == [f"{trace}: bf", f"{other}: slot-aware-pyramid"]
     pixels = browser.pixels()
@@ -203,6 +202,8 @@ def test_two_traces_share_a_time_axis_and_have_each_panel_beside_the_other(
         "[...document.querySelectorAll('.pair')].map(pair => [...pair.children].map(own => own.offsetTop))"
     ):
         assert pair[0] == pair[1]
+    # Of like panels both have one scale: here of the memory held, which is 8 in one run and 4 in the other.
+    assert browser.run("report.scales().filter(tops => tops[0] !== tops[1])") == []
     advice = browser.run("[...document.querySelectorAll('#panels section')].at(-1).textContent")
     assert f"Not asked for (--no-advice). To ask: rrfp advise {other}" in advice
 
@@ -247,14 +248,14 @@ def test_dark_narrow_and_grey(browser: Browser, page: Path, trace: Path) -> None
 
 
 @pytest.mark.long
-def test_64_stages_and_512_microbatches_are_drawn(browser: Browser, tmp_path: Path, plotting: None) -> None:
+def test_64_stages_and_512_microbatches_are_drawn(browser: Browser, tmp_path: Path) -> None:
     from report.conftest import simulated
 
     from rrfp.trace.chrome import write_chrome
 
     path = tmp_path / "large.json"
     write_chrome(path, simulated("bf", "n", steps=2, stages=64, microbatches=512), name="large")
-    browser.open(report(path))
+    browser.open(report(tmp_path / "report.html", path))
     step = chosen_step(browser, path)
     assert len(step.tasks) == 64 * 512 * 2
     for span in step.tasks[:: len(step.tasks) // 20]:

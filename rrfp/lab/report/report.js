@@ -63,6 +63,7 @@ function unit(span) {
 }
 
 const percent = share => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
+const count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
 const plain = value => `${+value.toPrecision(6)}`;
 
 function taskName(run, task) {
@@ -154,7 +155,7 @@ function tell(run, task) {
     if (rest > 0.02 * (task.end - task.start) && last.latency !== null) {
       let others = 0;
       for (let i = 0; i < task.i; i++) if (tasks.end[i] > last.ready) others++;
-      lines.push(`It was ready ${time(rest)} before it began${others ? `; the stage ran ${others} other task${others > 1 ? "s" : ""} meanwhile` : ""}.`);
+      lines.push(`It was ready ${time(rest)} before it began${others ? `; the stage ran ${count(others, "other task")} meanwhile` : ""}.`);
     }
   } else if (data.kinds[task.kind].name === "F") lines.push("It reads the step's inputs, which are there from the start.");
   return { head, lines, inputs: last ? [last] : [] };
@@ -728,12 +729,23 @@ function idlePanel(run, host) {
   });
 }
 
+/** What a stage held at most, and its largest limit (null: none), by row. */
+function peaksOf(run) {
+  const held = run.stages.map((_, row) => Math.max(0, ...run.steps.map(step => highest(step.rows[row].levels.held))));
+  const slots = run.stages.map((_, row) => Math.max(...run.steps.map((_, s) => slotsOf(run, s, row) || 0)) || null);
+  return { held, slots, top: Math.max(1, ...held, ...slots) * 1.1 };
+}
+
+/** The largest of many values. */
+const highest = values => values.reduce((most, value) => value > most ? value : most, 0);
+
 function memoryPanel(run, host) {
+  const { held: most, slots: limits } = peaksOf(run), top = Math.max(...runs.map(each => peaksOf(each).top));
   const head = element("p", "", "note"), number = at => at.map(value => Number.isInteger(value) ? value : "");
   host.append(head);
   const u = plot(canvas(host), {
     height: 180, cursor: cursor(),
-    scales: { x: { time: false, range: shown }, y: { range: (_, min, max) => [0, Math.max(1, max) * 1.1] } },
+    scales: { x: { time: false, range: shown }, y: { range: () => [0, top] } },
     ...BESIDE,
     axes: [timeAxis(run), axis({ size: LEFT, values: (_, at) => number(at) })],
     series: [{},
@@ -742,36 +754,33 @@ function memoryPanel(run, host) {
   }, [[0, 1], [0, 0], [null, null]]);
   followers.push(() => {
     const row = state.row[run.index], origin = originOf(run), at = [], held = [], limit = [];
-    let most = 0;
     run.steps.forEach((step, s) => {
       const { levels } = step.rows[row], slots = slotsOf(run, s, row);
       const add = (when, value) => { at.push(when - origin); held.push(value); limit.push(slots); };
       add(step.start, 0);
-      levels.held.forEach((value, i) => { add(Math.max(levels.time[i], at.at(-1) + origin), value); most = Math.max(most, value); });
+      levels.held.forEach((value, i) => add(Math.max(levels.time[i], at.at(-1) + origin), value));
       add(Math.max(step.end, at.at(-1) + origin), 0);
     });
     const slots = slotsOf(run, state.step[run.index], row);
-    head.textContent = `Stage ${run.stages[row]} (choose one in the timeline): it held ${most} chunk tasks at most`
+    head.textContent = `Stage ${run.stages[row]} (choose one in the timeline): it held ${most[row]} chunk tasks at most`
       + (slots ? `, the limit is ${slots} (dashed).` : run.limit ? `; ${run.limit}.` : ".");
     u.setData([at, held, limit]);
   });
-  const peaks = () => run.stages.map((_, row) => Math.max(0, ...run.steps.flatMap(step => step.rows[row].levels.held)));
-  const limits = () => run.stages.map((_, row) => Math.max(...run.steps.map((_, s) => slotsOf(run, s, row) || 0)) || null);
-  host.append(element("p", "The most that each stage held, and its limit (line):", "note"));
+  host.append(element("p", `The most that each stage held${limits.some(Boolean) ? ", and its limit (line)" : ""}:`, "note"));
   const rows = run.stages.map((_, row) => row);
   plot(canvas(host), {
     height: 140, cursor: { show: false },
-    scales: { x: { time: false, range: () => [-0.7, rows.length - 0.3] }, y: { range: (_, min, max) => [0, Math.max(1, max) * 1.1] } },
+    scales: { x: { time: false, range: () => [-0.7, rows.length - 0.3] }, y: { range: () => [0, top] } },
     axes: [axis({ values: (_, at) => at.map(row => Number.isInteger(row) ? run.stages[row] ?? "" : ""), size: 26, incrs: WHOLE }),
       axis({ size: 48, values: (_, at) => number(at) })],
     series: [{},
       { points: { show: false }, width: 1, stroke: () => theme.accent, fill: () => theme.accent + "66", paths: uPlot.paths.bars({ size: [0.7, 60] }) },
       { paths: () => null, points: { show: false } }],
     hooks: { draw: [u => drawLines(u, theme.text, rows.map(row => {
-      const slots = u.data[2][row], x = at => u.valToPos(at, "x", true), y = u.valToPos(slots, "y", true);
+      const slots = limits[row], x = at => u.valToPos(at, "x", true), y = u.valToPos(slots, "y", true);
       return slots && [x(row - 0.42), y, x(row + 0.42), y];
     }))] },
-  }, [rows, peaks(), limits()]);
+  }, [rows, most, limits]);
 }
 
 /** Draws lines in a plot: lists of four, or nothing. */
@@ -787,7 +796,8 @@ function drawLines({ ctx }, colour, lines) {
 
 function quantile(sorted, part) { return sorted[Math.min(sorted.length - 1, Math.floor(part * sorted.length))]; }
 
-function latencyPanel(run, host) {
+/** By edge, its name and its latencies, ascending. */
+function latenciesOf(run) {
   const edges = new Map();
   for (const step of run.steps)
     for (const { edge, latency } of step.messages) {
@@ -795,11 +805,16 @@ function latencyPanel(run, host) {
       if (!edges.has(key)) edges.set(key, { edge, all: [] });
       for (const each of latency) edges.get(key).all.push(each);
     }
-  const list = [...edges].sort((a, b) => a[1].edge[0] - b[1].edge[0] || a[1].edge[1] - b[1].edge[1]);
+  for (const { all } of edges.values()) all.sort((a, b) => a - b);
+  return [...edges].sort((a, b) => a[1].edge[0] - b[1].edge[0] || a[1].edge[1] - b[1].edge[1]);
+}
+
+function latencyPanel(run, host) {
+  const list = latenciesOf(run);
   if (!list.length) return refuse(host, "The trace has no message between stages with a time of arrival.");
   const of = part => list.map(([, { all }]) => quantile(all, part));
-  for (const [, { all }] of list) all.sort((a, b) => a - b);
-  const [low, middle, high] = [0.05, 0.5, 0.95].map(of), xs = list.map((_, i) => i), top = Math.max(...high, 1e-3);
+  const [low, middle, high] = [0.05, 0.5, 0.95].map(of), xs = list.map((_, i) => i);
+  const top = Math.max(1e-3, ...runs.flatMap(each => latenciesOf(each).map(([, { all }]) => quantile(all, 0.95))));
   const [name, scale] = unit(top);
   const every = Math.ceil(list.length / 12);
   plot(canvas(host), {
@@ -817,7 +832,8 @@ function latencyPanel(run, host) {
     list.map(([key, { all }], i) => [key, all.length, time(low[i]), time(middle[i]), time(high[i]), time(all.at(-1))]));
 }
 
-function sizePanel(run, host) {
+/** Size (without sizes: number), kind and mean time of each microbatch in each step. */
+function pointsOf(run) {
   const hasSizes = run.steps.some(step => step.sizes), points = [];
   for (const step of run.steps) {
     const sums = new Map();
@@ -833,9 +849,14 @@ function sizePanel(run, host) {
       if (!hasSizes || step.sizes) points.push([hasSizes ? step.sizes[m] : m, key % data.kinds.length, ms / count]);
     }
   }
+  return { hasSizes, points: points.sort((a, b) => a[0] - b[0]) };
+}
+
+function sizePanel(run, host) {
+  const { hasSizes, points } = pointsOf(run);
   if (!points.length) return refuse(host, "The trace has no task.");
-  points.sort((a, b) => a[0] - b[0]);
-  const xs = points.map(([x]) => x), top = Math.max(...points.map(([, , ms]) => ms)), [name, scale] = unit(top);
+  const xs = points.map(([x]) => x), top = highest(runs.flatMap(each => pointsOf(each).points.map(([, , ms]) => ms)));
+  const [name, scale] = unit(top);
   const kinds = data.kinds.map((kind, index) => ({ ...kind, index })).filter(({ index }) => points.some(point => point[1] === index));
   const low = xs[0], high = xs.at(-1), edge = Math.max(high - low, 1) * 0.03;
   plot(canvas(host), {
@@ -953,7 +974,7 @@ function runHead(run) {
   label.append(select);
   const more = run.recorded > run.steps.length ? ` of ${run.recorded}, the newest` : "";
   const others = run.others.length ? `; --run shows another: ${run.others.join(", ")}` : "";
-  head.append(label, element("p", `${run.stages.length} stages; ${run.method || "how it ran is not in the trace"}; ${run.steps.length} steps${more}`
+  head.append(label, element("p", `${count(run.stages.length, "stage")}; ${run.method || "how it ran is not in the trace"}; ${count(run.steps.length, "step")}${more}`
     + (steps.length ? `, a training step takes ${time(mean)}` : "") + others));
   return head;
 }
@@ -1011,9 +1032,11 @@ async function start() {
   $("status").remove();
 }
 
-/** For tests and for the console: what is shown, and where a task is drawn, in pixels of the window. */
+/** For tests and for the console: what is shown, the tops of each panel's scales by run, and where a task is drawn. */
 window.report = {
   state,
+  scales: () => [...document.querySelectorAll(".pair")].map(pair => [...pair.children].map(
+    host => plots.filter(u => host.contains(u.root)).map(u => u.scales.y.max).join())),
   locate(index, text, s = state.step[index]) {
     const run = runs[index], [, kind, m, v] = /^(\w)(\d+)@(\d+)$/.exec(text);
     const task = findTask(run, s, data.kinds.findIndex(each => each.name === kind), +m, +v), { u, rows } = timelines[index];
