@@ -202,15 +202,16 @@ def _scaling(paper: Any) -> tuple[str, ...]:
 
 
 def _losses(parity: Any) -> tuple[str, ...]:
-    rows = parity["rows"] if parity else ()
+    rows = [row for row in parity["rows"] if row["method"] != ONE_PROCESS] if parity else []
     fixed = [row for row in rows if row["fixes_bits"]]
     free = [row for row in rows if not row["fixes_bits"]]
     real = NOTHING
     if rows:
         spreads = [row["of_spread"] for row in free if row["of_spread"] is not None]
-        real = f"one sha256 in {sum(row['same_bits'] for row in fixed)} of {len(fixed)} trainings; else at most " + (
-            f"{_percent(max(spreads))} of the difference between seeds" if spreads else NOTHING
-        )
+        same = sum(row["same_bits"] for row in fixed)
+        real = f"one process's sha256 in {same} of {len(fixed)} trainings that promise it"
+        if spreads:
+            real += f"; others differ by at most {_percent(max(spreads))} of the difference between seeds"
     return "losses over 500 iterations", "same trend", NOTHING, real
 
 

@@ -3,7 +3,7 @@
     make gpu-questions PYTHON=python3 [ARGS="--only events copies"]
 
 Each question runs in a process of its own, with a time limit. One that fails, hangs or breaks the device prints its
-error, and the others go on. The answers go to the screen and to the file as they come. See docs/gpu.md for the
+error, and the others go on. The answers go to the screen and to the file as they come. See docs/gpu-tests.md for the
 assumption behind each question.
 """
 

@@ -42,6 +42,13 @@ COMPARISONS: dict[str, tuple[Comparison, ...]] = {
         Comparison("bfw's bytes of 1f1b", "default, bfw's bytes, 1f1b", "bfw, 1f1b", 8.0),
         Comparison("bfw's bytes of n", "default, bfw's bytes, n", "bfw, n", 8.0),
     ),
+    "split backward, limits on bytes, over pyramids in any bytes": (
+        Comparison("own bytes of 1f1b", "default, own bytes, 1f1b", "pyramids, own bytes, 1f1b"),
+        Comparison("own bytes of n", "default, own bytes, n", "pyramids, own bytes, n"),
+        Comparison("bfw's bytes of 1f1b", "default, bfw's bytes, 1f1b", "pyramids, bfw's bytes, 1f1b"),
+        Comparison("bfw's bytes of n", "default, bfw's bytes, n", "pyramids, bfw's bytes, n"),
+        Comparison("pyramids over bfw, its bytes of 1f1b", "pyramids, bfw's bytes, 1f1b", "bfw, 1f1b"),
+    ),
     "split backward, against schedules; two chunks in V": (
         Comparison("1f1b over strict 1f1b", "default, 1f1b", "1f1b", -1.0, by_cell=True),
         Comparison("n over zb-h1", "default, n", "zb-h1"),

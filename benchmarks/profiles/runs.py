@@ -15,6 +15,7 @@ from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
+from rrfp.lab.simulation import shown_room
 from rrfp.lab.sweep.pool import run_all
 from rrfp.memory.admission import Limit
 
@@ -73,9 +74,10 @@ class _Table:
         stages = self._costs.stages
         return self.within(hint, [Limit.resolve(count, stage, stages) for stage in range(stages)])
 
-    def within(self, hint: str, limits: Sequence[Limit]) -> EngineResult:
-        """Within the limit of each stage."""
-        return run(self._costs, [create_hint(hint) for _ in limits], limits, sizes=self._sizes)
+    def within(self, hint: str, limits: Sequence[Limit], *, knows_room: bool = True) -> EngineResult:
+        """Within the limit of each stage; without knowledge of their room, pyramids are made in any bytes."""
+        room = shown_room(self._costs, limits) if knows_room else None
+        return run(self._costs, [create_hint(hint) for _ in limits], limits, sizes=self._sizes, byte_room=room)
 
     def strict(self, schedule: str) -> float:
         """The makespan of a schedule with eager sends."""
@@ -100,6 +102,8 @@ def run_case(case: Case) -> Outcome:
             limits = [Limit(bytes=int(peaks.num_bytes * SLACK)) for peaks in counted.peaks]
             in_bytes = one.within(DEFAULT_HINT, limits)
             seconds[f"default, {whose} bytes, {count}"] = in_bytes.makespan
+            pyramids = one.within(DEFAULT_HINT, limits, knows_room=False)
+            seconds[f"pyramids, {whose} bytes, {count}"] = pyramids.makespan
             over = (peaks.num_bytes / (limit.bytes or 1) for peaks, limit in zip(in_bytes.peaks, limits, strict=True))
             passed.append(100 * (max(over) - 1))
     seconds |= {"1f1b": one.strict("1f1b"), "zb-h1": one.strict("zb-h1"), "zb-v": v.strict("zb-v")}

@@ -10,7 +10,8 @@ replica 0 is 1 (equal), 1.5, 2 and 4 times as slow. All times are over that of e
 ``share_replicas="dealt"``, alternating by step; tasks sleep. Medians; "simulated" is the engine's step with the same
 numbers of microbatches. Where a rank has become slower five steps are not measured. No gradients are summed.
 
-**--simulate**: these and PP 8 x DP 8, without jitter and with J2 (docs/simulator.md). "dropped": the replica with the
+**--simulate**: these and PP 8 x DP 8: microbatches of one size, without jitter and with J2 (docs/simulator.md), and
+"uneven": of log-normal sizes (sigma 0.5), which hints and dealing know. "dropped": the replica with the
 slow rank is left out, and the others run its microbatches. "bound": no way to share microbatches among replicas, stage
 by stage included, takes less. "moved": microbatches that change replicas in a step; in processes each has 64 KiB of
 inputs.
@@ -84,11 +85,12 @@ def measure(settings: Settings) -> Iterator[Measured]:
 
 def _simulated(layout: Layout, method: str, factor: float) -> float:
     slow = [factor] + [1.0] * (layout.replicas - 1)
-    counts: tuple[int, ...] = (layout.microbatches,) * layout.replicas
+    given = [[1.0] * layout.microbatches] * layout.replicas
+    counts = [*map(len, given)]
     if method == "dealt":
-        one = [table_of(layout, 1, each) for each in slow]
-        counts = dealt(counts, [Pace.of((each.forward + each.backward)[:, 0].tolist()) for each in one])
-    return max(seconds_of(table_of(layout, count, each)) for count, each in zip(counts, slow, strict=True))
+        one = [table_of(layout, [1.0], each) for each in slow]
+        counts = [*dealt(given, [Pace.of((each.forward + each.backward)[:, 0].tolist()) for each in one]).counts]
+    return max(seconds_of(table_of(layout, [1.0] * count, each)) for count, each in zip(counts, slow, strict=True))
 
 
 def main() -> None:

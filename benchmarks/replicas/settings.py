@@ -71,15 +71,15 @@ class Settings:
         return cls(**{**plain, "layout": Layout(*plain["layout"])})
 
 
-def table_of(layout: Layout, microbatches: int, slow: float = 1.0) -> CostTable:
-    """One replica's step; ``slow`` is the factor of its slow rank."""
-    factors = np.ones((layout.stages, 1))
-    factors[layout.slow_stage] = slow
-    forward, backward = (seconds * factors.repeat(microbatches, 1) for seconds in (FORWARD_S, BACKWARD_S))
-    none = np.zeros((layout.stages - 1, microbatches))
-    return CostTable(layout.stages, 1, "looped", microbatches, forward, backward, None, none, none)
+def table_of(layout: Layout, sizes: Sequence[float], slow: float = 1.0) -> CostTable:
+    """One replica's step of microbatches of these sizes; ``slow`` is the factor of its slow rank."""
+    factors = np.ones((layout.stages, 1)) * np.asarray(sizes)
+    factors[layout.slow_stage] *= slow
+    none = np.zeros((layout.stages - 1, len(sizes)))
+    forward, backward = FORWARD_S * factors, BACKWARD_S * factors
+    return CostTable(layout.stages, 1, "looped", len(sizes), forward, backward, None, none, none)
 
 
-def seconds_of(table: CostTable) -> float:
-    """A step of one replica, by the engine."""
-    return simulate(table, hint="slot-aware-pyramid", limit=LIMIT).makespan
+def seconds_of(table: CostTable, sizes: Sequence[float] | None = None) -> float:
+    """A step of one replica, by the engine; ``sizes`` are for the hint."""
+    return simulate(table, hint="slot-aware-pyramid", limit=LIMIT, sizes=sizes).makespan

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
+
+import numpy as np
 
 from benchmarks.replicas.settings import FACTORS, LAYOUTS, Layout, seconds_of, table_of
 from rrfp.core.usage import Peaks
 from rrfp.costs.table import CostTable
 from rrfp.lab.generators.jitter import with_jitter
-from rrfp.runtime.steps.deal import dealt
+from rrfp.runtime.steps.deal import Deal, dealt
 from rrfp.runtime.steps.dealer import FEW, Paces
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.trace.breakdown import Breakdown
 
-JITTERS = ("J0", "J2")
+#: Of microbatches and tasks: of one size, with jitter, of different sizes.
+KINDS = ("J0", "J2", "uneven")
 
 #: Measured steps; the dealing begins after `FEW` others.
 STEPS = 8
@@ -27,17 +30,17 @@ class Row:
 
     Attributes:
         layout: of the ranks.
-        jitter: of every task's time.
+        kind: of `KINDS`.
         factor: how much slower the slow rank is.
         plain: each replica runs its own.
         dealt: with ``share_replicas="dealt"``.
         dropped: the others run all; None where no replica is slow.
-        bound: no way to share microbatches, whole or stage by stage, takes less (J0 only).
+        bound: no way to share microbatches, whole or stage by stage, takes less; of J0 only.
         moved: microbatches that cross replicas in a step.
     """
 
     layout: str
-    jitter: str
+    kind: str
     factor: float
     plain: float
     dealt: float
@@ -47,70 +50,89 @@ class Row:
 
 
 def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS) -> Iterator[Row]:
-    """All layouts, with and without jitter."""
+    """All layouts and kinds."""
     for layout in layouts:
-        for jitter in JITTERS:
-            equal = mean(_plain(layout, jitter, 1.0, step) for step in range(FEW, FEW + steps))
+        for kind in KINDS:
+            equal = mean(_plain(Case(layout, kind, 1.0), step) for step in range(FEW, FEW + steps))
             for factor in FACTORS:
-                yield _row(layout, jitter, factor, equal, steps)
+                yield _row(Case(layout, kind, factor), equal, steps)
 
 
-def _row(layout: Layout, jitter: str, factor: float, equal: float, steps: int) -> Row:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Replicas of which the first has a rank that is so much slower."""
+
+    layout: Layout
+    kind: str
+    factor: float
+
+    def sizes(self, step: int) -> list[list[float]]:
+        """Of the microbatches of each replica's caller."""
+        shape = self.layout.replicas, self.layout.microbatches
+        if self.kind != "uneven":
+            return [[1.0] * shape[1] for _ in range(shape[0])]
+        found: list[list[float]] = np.random.default_rng(step).lognormal(-0.125, 0.5, shape).tolist()
+        return found
+
+    def table(self, step: int, replica: int, sizes: Sequence[float]) -> CostTable:
+        """A step of one replica."""
+        plain = table_of(self.layout, sizes, self.factor if replica == 0 else 1.0)
+        return with_jitter(plain, "J2" if self.kind == "J2" else "J0", seed=replica, step=step)
+
+    def seconds(self, table: CostTable, sizes: Sequence[float]) -> float:
+        """The time of a step of one replica."""
+        return seconds_of(table, sizes if self.kind == "uneven" else None)
+
+
+def _row(case: Case, equal: float, steps: int) -> Row:
     numbers = range(FEW, FEW + steps)
-    found = [*_dealt(layout, jitter, factor, steps)]
-    dropped = mean(_dropped(layout, jitter, step) for step in numbers) / equal if factor > 1 else None
+    found = [*_dealt(case, steps)]
     return Row(
-        str(layout),
-        jitter,
-        factor,
-        mean(_plain(layout, jitter, factor, step) for step in numbers) / equal,
+        str(case.layout),
+        case.kind,
+        case.factor,
+        mean(_plain(case, step) for step in numbers) / equal,
         mean(seconds for seconds, _ in found) / equal,
-        dropped,
-        bound(layout, factor) / equal if jitter == "J0" else None,
+        mean(_dropped(case, step) for step in numbers) / equal if case.factor > 1 else None,
+        bound(case.layout, case.factor) / equal if case.kind == "J0" else None,
         mean(moved for _, moved in found),
     )
 
 
-def _tables(layout: Layout, jitter: str, factor: float, step: int) -> Callable[[int, int], CostTable]:
-    """The table of a replica, for any number of microbatches."""
-
-    def table(replica: int, microbatches: int) -> CostTable:
-        plain = table_of(layout, microbatches, factor if replica == 0 else 1.0)
-        return with_jitter(plain, jitter, seed=replica, step=step)
-
-    return table
+def _longest(case: Case, step: int, sizes: Mapping[int, Sequence[float]]) -> float:
+    """A step of replicas that run microbatches of these sizes."""
+    return max(case.seconds(case.table(step, replica, own), own) for replica, own in sizes.items())
 
 
-def _plain(layout: Layout, jitter: str, factor: float, step: int) -> float:
-    table = _tables(layout, jitter, factor, step)
-    return max(seconds_of(table(replica, layout.microbatches)) for replica in range(layout.replicas))
+def _plain(case: Case, step: int) -> float:
+    return _longest(case, step, dict(enumerate(case.sizes(step))))
 
 
-def _dropped(layout: Layout, jitter: str, step: int) -> float:
+def _dropped(case: Case, step: int) -> float:
     """A step of the healthy replicas, which run all microbatches."""
-    table, others = _tables(layout, jitter, 1.0, step), layout.replicas - 1
-    count = -(-layout.microbatches * layout.replicas // others)
-    return max(seconds_of(table(replica, count)) for replica in range(1, layout.replicas))
+    lost, *others = case.sizes(step)
+    return _longest(case, step, {r + 1: [*own, *lost[r :: len(others)]] for r, own in enumerate(others)})
 
 
-def _dealt(layout: Layout, jitter: str, factor: float, steps: int) -> Iterator[tuple[float, int]]:
+def _dealt(case: Case, steps: int) -> Iterator[tuple[float, int]]:
     """The time of each measured step, and the microbatches that moved; as a job deals them."""
-    given = (layout.microbatches,) * layout.replicas
+    layout = case.layout
     paces = Paces([replica for replica in range(layout.replicas) for _ in range(layout.stages)])
     for step in range(FEW + steps):
-        known = paces.by_replica()
-        counts = given if known is None else dealt(given, known)
-        table = _tables(layout, jitter, factor, step)
-        tables = [table(replica, count) for replica, count in enumerate(counts)]
+        sizes, known = case.sizes(step), paces.by_replica()
+        deal = Deal.alone([*map(len, sizes)]) if known is None else dealt(sizes, known)
+        own = [[sizes[home.replica][home.microbatch] for home in homes] for homes in deal.homes]
+        tables = [case.table(step, replica, each) for replica, each in enumerate(own)]
         paces.observe(
             [
-                StageReport(stage, 1.0, Breakdown(1.0, sum(own)), Peaks(), microbatches=each.microbatches)
-                for each in tables
-                for stage, own in enumerate((each.forward + each.backward).tolist())
+                StageReport(stage, 1.0, Breakdown(1.0, sum(busy)), Peaks(), microbatches=len(each), size=sum(each))
+                for each, table in zip(own, tables, strict=True)
+                for stage, busy in enumerate((table.forward + table.backward).tolist())
             ]
         )
         if step >= FEW:
-            yield max(map(seconds_of, tables)), sum(max(0, count - layout.microbatches) for count in counts)
+            moved = sum(home.replica != r for r, homes in enumerate(deal.homes) for home in homes)
+            yield max(map(case.seconds, tables, own)), moved
 
 
 def bound(layout: Layout, factor: float) -> float:
@@ -119,7 +141,7 @@ def bound(layout: Layout, factor: float) -> float:
     Each stage has to run all microbatches on its copies, behind a forward through the stages before it and in front of
     a backward through them.
     """
-    of_one = table_of(layout, 1)
+    of_one = table_of(layout, [1.0])
     each: list[float] = (of_one.forward + of_one.backward)[:, 0].tolist()
     total = layout.microbatches * layout.replicas
     return max(

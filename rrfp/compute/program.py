@@ -25,8 +25,8 @@ class Batch:
         return_outputs: whether `StageProgram.outputs` holds the outputs of an evaluation; None: if it has no loss.
         training_step: the number of the training step, from the pipeline's ``first_step`` on; in an evaluation, the
             number of the next training step. Random numbers depend on it.
-        homes: by microbatch of another replica, that replica's seed and the microbatch's number there: its random
-            numbers depend on these. Empty unless replicas share microbatches.
+        homes: by microbatch, the seed of the replica whose caller has it, and its number there: its random numbers
+            depend on these. Empty unless replicas have exchanged microbatches.
     """
 
     inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None

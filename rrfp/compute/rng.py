@@ -180,7 +180,7 @@ class RandomForks:
     opened: int = field(default_factory=lambda: _generators.begun)
     #: Called after a task that has drawn from a generator.
     on_draw: Callable[[], None] | None = None
-    #: By microbatch of another replica, the seed and the microbatch that its random numbers depend on.
+    #: By microbatch, the seed and the number that its random numbers depend on, where these are others.
     homes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, step: int, task: Task, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

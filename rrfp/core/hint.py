@@ -54,6 +54,13 @@ class View(Protocol):
         """
 
     @property
+    def byte_room(self) -> float | None:
+        """How many average microbatches the limits on bytes had room for in an earlier step, over what 1F1B holds.
+
+        Both summed over the stages; the same on every rank. None: not known, several chunks, or bytes are not limited.
+        """
+
+    @property
     def visits(self) -> Visits:
         """Which virtual stages of the pipeline each microbatch visits: it runs no task on others."""
 

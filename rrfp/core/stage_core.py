@@ -85,6 +85,11 @@ class StageView:
         return self._step.size_correlation
 
     @property
+    def byte_room(self) -> float | None:
+        """How many average microbatches the limits on bytes had room for, over 1F1B's, as last measured."""
+        return self._step.byte_room
+
+    @property
     def visits(self) -> Visits:
         """Which virtual stages each microbatch visits."""
         return self._step.visits
@@ -287,6 +292,15 @@ class StageCore:
         """How closely times of the current, or last, step here follow the sizes; None: no sizes, or all are equal."""
         step = self._step
         return None if step is None or step.sizes is None else followed(step.sizes, *step.seconds)
+
+    @property
+    def byte_room(self) -> float | None:
+        """How many average microbatches of the current, or last, step the limit on bytes has room for; of one chunk."""
+        step = self._step
+        most = None if step is None else step.admission.most_bytes
+        if step is None or most is None or not step.left_bytes or self.graph.placement.chunks_of(self.stage) > 1:
+            return None
+        return most * step.id.microbatches / step.left_bytes
 
     def measured(self) -> tuple[Measured, ...]:
         """What the tasks of this stage have shown, by virtual stage. Between steps only."""

@@ -186,7 +186,9 @@ class Step:
         self.admission = admission
         self._bytes = admission.bytes
         self._previews = admission.byte_limit is not None
-        self.sizes, self.size_correlation = opened.sizes, opened.size_correlation
+        self.sizes, self.size_correlation, self.byte_room = opened.sizes, opened.size_correlation, opened.byte_room
+        #: What all forwards have left, where bytes are limited.
+        self.left_bytes = 0
         #: By microbatch, how long its forwards and its other tasks have taken here, to compare with the sizes.
         self.seconds = ([0.0] * count, [0.0] * count)
         drain_order = None
@@ -369,6 +371,8 @@ class Step:
 
     def _settle_memory(self, state: TaskState, task: Task, held: int, output: int) -> None:
         owner = (state.chunk, task.microbatch)
+        if self._previews and state.takes_slot:
+            self.left_bytes += held + output
         self.admission.complete(state.kind, owner, held, output, is_last=state.frees_memory and self._is_training)
         if not self._is_training and not self.outputs.is_awaited(task):
             self._free(owner)

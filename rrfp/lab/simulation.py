@@ -21,7 +21,7 @@ from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
 from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.round_trips import Pace, RoundTripRule, StageMeasure
 from rrfp.memory.rules import RuleContext
-from rrfp.memory.size_order import followed, least
+from rrfp.memory.size_order import followed, least, relative_room
 from rrfp.model.tasks import F, Mode
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
@@ -177,9 +177,24 @@ def shown_correlation(costs: CostTable) -> float | None:
     return least(by_stage)
 
 
-def _sizes(costs: CostTable) -> Mapping[str, Any]:
+def shown_room(costs: CostTable, limits: Sequence[Limit]) -> float | None:
+    """How many average microbatches limits on bytes have room for, over 1F1B's, as an equal step before shows it."""
+    if costs.held is None:
+        return None
+    graph, stages = graph_of(costs), range(costs.stages)
+    rooms: list[float | None] = []
+    for stage, limit in zip(stages, limits, strict=True):
+        own = list(costs.virtual_stages_of(stage))
+        left = float(costs.held[own].sum())
+        is_known = limit.bytes is not None and left and len(own) == 1
+        rooms.append((limit.bytes or 0) * costs.microbatches / left if is_known else None)
+    return relative_room(rooms, [graph.distance_to_sink(stage) for stage in stages])
+
+
+def sizes_known(costs: CostTable, limits: Sequence[Limit]) -> Mapping[str, Any]:
     """What hints know of sizes in any step but the first."""
-    return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs)}
+    room = shown_room(costs, limits)
+    return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs), "byte_room": room}
 
 
 def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:
@@ -218,7 +233,7 @@ def _same_bytes(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order
 
 def _run(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order: MicrobatchOrder) -> EngineResult:
     hints, in_order = [create_hint(hint) for _ in limits], forced_by(order, graph_of(costs))
-    return run(costs, hints, limits, in_order=in_order, **_sizes(costs))
+    return run(costs, hints, limits, in_order=in_order, **sizes_known(costs, limits))
 
 
 def _dispatched(costs: CostTable, hint: HintSpec, limits: Sequence[Limit], order: MicrobatchOrder) -> Simulation:

@@ -56,3 +56,9 @@ def least(correlations: Sequence[float | None]) -> float | None:
     """The least of all stages; None where a stage knows none."""
     known = [each for each in correlations if each is not None]
     return min(known) if known and len(known) == len(correlations) else None
+
+
+def relative_room(rooms: Sequence[float | None], slots: Sequence[int]) -> float | None:
+    """The ``rooms`` of ranks whose bytes are limited, over the ``slots`` of 1F1B there; None where none are."""
+    known = [(room, count) for room, count in zip(rooms, slots, strict=True) if room is not None]
+    return math.fsum(room for room, _ in known) / sum(count for _, count in known) if known else None

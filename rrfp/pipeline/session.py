@@ -298,7 +298,7 @@ class Session:
         for tied in ranks.ties if is_training else ():
             tied.check()
         if not self._has_warned and (modes := out_of_reach()) is not None:
-            logger.warning("around step or evaluate, %s (docs/profiling.md)", modes)
+            logger.warning("around step or evaluate, %s (docs/how-to/training-loop.md)", modes)
             self._has_warned = True
         for program, topology in zip(ranks.programs, ranks.topologies, strict=True):
             program.open(plan.step, plan.batch_of(topology.stage))

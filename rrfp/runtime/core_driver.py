@@ -155,10 +155,10 @@ class CoreDriver:
         """A task that is ready and does not start because the group disagrees, and why."""
         return None if self._agreement is None else self._agreement.dispute
 
-    def open_step(self, plan: Plan, size_correlation: float | None = None) -> None:
+    def open_step(self, plan: Plan, size_correlation: float | None = None, byte_room: float | None = None) -> None:
         """Begin a step. A message of it that came before and makes no sense is a ProtocolError.
 
-        ``size_correlation``: see `rrfp.core.events.StepOpened`.
+        ``size_correlation``, ``byte_room``: see `rrfp.core.events.StepOpened`.
         """
         step = plan.step
         self.finished.clear()
@@ -176,7 +176,7 @@ class CoreDriver:
             if self.follower is not None:
                 self.follower.open(step)
                 limit = self.follower.microbatches
-            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit)
+            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit, byte_room)
             self.arbiter.kick()
             self._apply(ev.StepOpened(*opened))
 

@@ -122,7 +122,7 @@ class StageRunner:
                 plan = await self._dealer.deal(plan)
                 self._context.activity.begin_step(plan.step, plan.batch.training_step)
             await self._share_weights(plan)
-            self._driver.open_step(plan, reporter.size_correlation)
+            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_room)
             reporter.open(plan, self._read_losses)
             await self._driver.finished.wait()
             return await self._end_step(plan)
@@ -161,7 +161,7 @@ class StageRunner:
             self._reporter.report(plan, trace),
             step=plan.batch.training_step,
             mode=step.mode,
-            microbatches=step.microbatches if deal is None else deal.given[self.topology.replica],
+            microbatches=step.microbatches if deal is None else deal.given(self.topology.replica),
             loss=losses.loss,
             losses=losses.by_microbatch,
             part_losses=losses.by_part,

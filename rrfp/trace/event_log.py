@@ -2,7 +2,7 @@
 
     {"rrfp events": 1, "rank": 1, "mesh": {...}, "why": "...", "stage": 1, "graph": {...}, ...}
     {"known": {"step": 6, ...}, "open": true, "order": null}     a step begins: what the core knew before it
-    ["StepOpened", 6, "train", 4, null, null, null, null]             an event: its name, and its fields in order
+    ["StepOpened", 6, "train", 4, null, null, null, null, null]       an event: its name, and its fields in order
     ["Arrived", [6, "train", 4], "F0@0", 4096, null]
     {"state": {...}}                                                  what came of them
 
@@ -260,8 +260,8 @@ def _event(name: str, values: Sequence[Any]) -> Any:
     if kind is None:
         raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
     hints = _fields_of(kind)
-    if kind is ev.StepOpened and len(values) == len(hints) - 1:
-        values = [*values, None]  # rrfp 0.1 had no limit of a step
+    if kind is ev.StepOpened and len(hints) - 3 < len(values) < len(hints):
+        values = [*values, *[None] * (len(hints) - len(values))]  # rrfp 0.1 had no limit and no room of a step
     if len(values) != len(hints):
         raise ValueError(f"{name} has {len(values)} fields, must have {', '.join(hints)}")
     return kind(*(_field(field, hint, value) for (field, hint), value in zip(hints.items(), values, strict=True)))

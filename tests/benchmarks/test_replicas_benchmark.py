@@ -15,7 +15,7 @@ from benchmarks.replicas.simulated import rows
 
 
 def test_dealing_lies_between_the_bound_and_replicas_alone() -> None:
-    found = {(row.jitter, row.factor): row for row in rows((Layout(4, 2),), 2)}
+    found = {(row.kind, row.factor): row for row in rows((Layout(4, 2),), 2)}
     assert found["J0", 1.0].plain == found["J0", 1.0].dealt == pytest.approx(1.0)
     for factor in (1.5, 2.0, 4.0):
         row = found["J0", factor]
@@ -23,6 +23,7 @@ def test_dealing_lies_between_the_bound_and_replicas_alone() -> None:
         assert row.bound is not None
         assert row.bound <= row.dealt < min(row.plain, row.dropped)
         assert row.moved > 0
+    assert found["uneven", 1.0].dealt < 0.97  # sizes tell which replica has more
     assert found["J0", 2.0].plain > 1.5
     assert found["J0", 2.0].dealt < 1.4
 

@@ -8,7 +8,8 @@ import pytest
 from core_script import Script, T
 
 from rrfp.core import events as ev
-from rrfp.memory.size_order import correlation, followed, least
+from rrfp.memory.admission import Limit
+from rrfp.memory.size_order import correlation, followed, least, relative_room
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId
 
@@ -63,6 +64,23 @@ def test_the_least_counts_and_one_stage_that_knows_none_is_enough_to_know_none()
     assert least([1.0, 0.5, 0.9]) == 0.5
     assert least([1.0, None]) is None
     assert least([]) is None
+
+
+def test_the_room_of_those_that_limit_bytes_counts() -> None:
+    assert relative_room([3.0, 1.5], [2, 1]) == 1.5
+    assert relative_room([3.0, None, 1.0], [2, 2, 2]) == 1.0  # a follower's bytes count on its leader
+    assert relative_room([None], [1]) is None
+
+
+def test_a_stage_says_how_many_average_microbatches_its_bytes_have_room_for() -> None:
+    script = Script(TaskGraph.chain(2), 1, microbatches=0, limit=Limit(bytes=30))
+    script.step = StepId(0, Mode.TRAIN, 2)
+    script.told(ev.StepOpened(0, Mode.TRAIN, 2))
+    for m, (held, output) in enumerate([(4, 1), (10, 0)]):
+        task = T(f"F{m}@1")
+        script.told(ev.Arrived(script.step, T(f"F{m}@0")), ev.Enqueued(task), ev.Completed(task, held, output=output))
+    assert script.core.byte_room == 30 / 7.5
+    assert Script(TaskGraph.chain(1), microbatches=2).core.byte_room is None, "bytes are not limited"
 
 
 def test_a_stage_compares_what_all_its_tasks_took() -> None:

@@ -1,4 +1,4 @@
-"""docs/how-to/hub.md: its files, one after the other."""
+"""docs/how-to/transformers.md, from the Hub and to the Hub: its files, one after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forked_shell import ForkedShell
 from installed import ROOT, Installed
 from integrations.decoders import loaded, show_no_progress
 
-PAGE = (ROOT / "docs" / "how-to" / "hub.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "transformers.md").read_text().split("\n## From the Hub and to the Hub\n")[1]
 FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))
 COMMANDS = re.findall(r"^    \$ (.+)$", PAGE, re.MULTILINE)
 LOSS = re.compile(r"\bloss ([\d.]+)")

@@ -1,4 +1,4 @@
-"""docs/how-to/learning-rate.md: all its programs print the same, one of them in two runs."""
+"""docs/how-to/training-loop.md, learning rate: all its programs print the same, one of them in two runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from rrfp import checkpoint
 
-PAGE_PATH = ROOT / "docs" / "how-to" / "learning-rate.md"
+PAGE_PATH = ROOT / "docs" / "how-to" / "training-loop.md"
 PAGE = PAGE_PATH.read_text()
 FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))
 COMMANDS = re.findall(r"^    \$ (.+)$", PAGE, re.MULTILINE)

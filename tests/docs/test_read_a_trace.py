@@ -34,6 +34,12 @@ def test_the_program_writes_the_trace_whose_table_the_page_shows(
         assert rrfp(*arguments.split()).exit_code == 0
         assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "step.png").unlink()
+    commands = re.findall(r"^    \$ rrfp (.+costs\.json.*)$", PAGE, re.MULTILINE)
+    costs, simulate, sweep = (rrfp(*command.split()) for command in commands)
+    assert "training step(s) of 8 microbatches" in costs.stdout
+    assert simulate.stdout.startswith("slot-aware-pyramid: 3 stages, 8 microbatches")
+    for method in ("slot-aware-pyramid, limit 1f1b", "bf, limit n", "bf, limit 2n", "1f1b (strict)"):
+        assert method in sweep.stdout
 
 
 def shape(text: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from fork_server import printed
 from installed import ROOT
 
-PAGE = (ROOT / "docs" / "how-to" / "torch-pipelining.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "torch-pipelining.md").read_text().split("\n## torchtitan\n")[0]
 PROGRAM: str
 ((_, PROGRAM),) = re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL)
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)

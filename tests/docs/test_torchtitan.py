@@ -1,4 +1,4 @@
-"""docs/how-to/torchtitan.md: its script starts torchtitan, which trains with the schedule of its command line."""
+"""docs/how-to/torch-pipelining.md, torchtitan: its script trains with the schedule of its command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from installed import ROOT
 
 __all__ = ["fork_server"]
 
-PAGE = (ROOT / "docs" / "how-to" / "torchtitan.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "torch-pipelining.md").read_text().split("\n## torchtitan\n")[1].split("\n## ")[0]
 LINES, START, OPTIONS, _ = re.findall(r"```python.*?\n(.*?)```", PAGE, re.DOTALL)
 (VALUE,) = re.findall(r"^    (--parallelism\.\S+ RRFP)$", PAGE, re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""docs/how-to/trainer.md: all its programs log the same, and the page has what they log and what is refused."""
+"""docs/how-to/trainer.md, transformers' Trainer: its programs log the same; the page has that, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from installed import ROOT, Installed
 from integrations.decoders import loaded, show_no_progress
 
 PAGE_PATH = ROOT / "docs" / "how-to" / "trainer.md"
-PAGE = PAGE_PATH.read_text()
+WHOLE = PAGE_PATH.read_text()
+PAGE = WHOLE.split("\n## transformers' Trainer\n")[1].split("\n## ")[0]
 FILES = dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))
 COMMANDS = re.findall(r"^    \$ (.+)$", PAGE, re.MULTILINE)
 
@@ -64,11 +65,11 @@ def test_four_processes_log_what_the_plain_script_does(
 def test_the_page_lists_what_is_refused() -> None:
     from rrfp.integrations.transformers.arguments import REFUSED
 
-    table = PAGE.split("## What it refuses")[1]
+    table = PAGE.split("### What it refuses")[1]
     rows = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)]
     assert rows == [*map(list, REFUSED.values()), ["save_only_model", "load_best_model_at_end"]]
 
 
 def test_every_link_leads_to_a_page() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", PAGE):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", WHOLE):
         assert (PAGE_PATH.parent / target).exists(), target

@@ -96,6 +96,20 @@ def test_where_sizes_were_seen_to_order_every_stage_it_is_as_long_as_the_step(me
     assert order == pyramids(sizes, 64 if is_one else 8)
 
 
+@pytest.mark.parametrize(
+    ("room", "largest", "is_ordered"),
+    [(None, 3.0, True), (1.5, 3.0, False), (1.52, 3.0, True), (0.9, 30.0, True), (1.52, 30.0, True)],
+)
+def test_within_few_bytes_microbatches_keep_the_callers_order_unless_they_differ_much(
+    room: float | None, largest: float, is_ordered: bool
+) -> None:
+    """The standard deviation of the sizes is 0.408 of the mean where the largest is 3, and 1.2 where it is 30."""
+    for stage in range(2):
+        script = Script(TaskGraph.chain(2), stage, microbatches=0, hint=slot_aware_pyramid(), limit=Limit(bytes=100))
+        script.told(ev.StepOpened(0, Mode.TRAIN, 3, (1.0, largest, 2.0), byte_room=room))
+        assert (script.core.hint.microbatch_order(script.core.view) is not None) == is_ordered
+
+
 #: 0 and 1 lead to 2; 0 leads to 1, and 1 may be skipped; each on a stage of its own.
 JOINED = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)))
 PASSED_BY = TaskGraph(TablePlacement((0, 1, 2)), ((0, 1), (0, 2), (1, 2)))

@@ -33,7 +33,7 @@ WORDS, LENGTH = 2048, 16
 STEPS, MICROBATCHES = 3, 8
 
 #: What the page tells users of FSDP on a CPU to do once the trainer is made.
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "torchtitan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "torch-pipelining.md"
 (ON_CPU,) = re.findall(r'```python title="on a CPU"\n(.*?)```', PAGE.read_text(), re.DOTALL)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,29 +42,34 @@ class Counts(rrfp.StageProgram):
         self._batch: Any = batch
         self._losses: dict[int, float] = {}
         self.ran = []
+        self.sizes: dict[int, int] = {}
 
     def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
-        time.sleep(self.seconds)
         m = task.microbatch
         self.ran.append(m)
-        if self.place.stage == 0:
-            return rrfp.Payload.pack(self._batch.inputs[m] + self._batch.kwargs[m]["more"])
-        self._losses[m] = float(inputs[0].unpack() + self._batch.targets[m])
+        is_first = self.place.stage == 0
+        received: Any = self._batch.inputs[m] if is_first else inputs[0].unpack()
+        self.sizes[m] = received.numel()
+        time.sleep(self.seconds * self.sizes[m])
+        if is_first:
+            return rrfp.Payload.pack(received + self._batch.kwargs[m]["more"])
+        self._losses[m] = float((received + self._batch.targets[m]).mean())
         return rrfp.Payload()
 
     def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * self.sizes[task.microbatch])
         return () if self.place.stage == 0 else (rrfp.Payload((torch.ones(1),)),)
 
     def losses(self) -> Mapping[int, float]:
         return self._losses
 
 
-def batch_of(rank: int, number: int) -> dict[str, Any]:
-    """What the caller on a rank passes: numbers that tell step, replica and microbatch."""
+def batch_of(rank: int, number: int, sizes: Sequence[int] | None = None) -> dict[str, Any]:
+    """What the caller on a rank passes: numbers that tell step, replica and microbatch, each so often."""
     stage, replica, _ = MESH.place_of(rank)
     count = GIVEN[replica]
-    own = [torch.full((1,), 100.0 * number + 10 * replica + m) for m in range(count)]
+    rows = [1] * count if sizes is None else sizes
+    own = [torch.full((rows[m],), 100.0 * number + 10 * replica + m) for m in range(count)]
     if stage == 0:
         return {"inputs": own, "kwargs": [{"more": m / 8} for m in range(count)]}
     return {"targets": own, "weights": [1.0 + m for m in range(count)]}

@@ -23,6 +23,7 @@ from rrfp.lab.emulated import Durations, EmulatedStage
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.runtime.steps.dealer import FEW
 from rrfp.transports.rendezvous import StoreRendezvous
 from rrfp.transports.shm import liveness
 
@@ -137,6 +138,15 @@ def emulated_steps_for_ever(rank: int, pipe: BlockingPipeline, connection: Conne
         pipe.step(microbatches=4)
         if number == 2:
             connection.send("stepping")
+
+
+def dealt_steps_for_ever(rank: int, pipe: BlockingPipeline, connection: Connection) -> None:
+    """Of two replicas that share microbatches one has more: some move in every step."""
+    batch = [torch.zeros(64)] * (2 if rank % 2 else 8)
+    for number in range(10**6):
+        result = pipe.step(batch)
+        if number == FEW + 1:
+            connection.send("stepping" if result.dealt else f"dealt {result.dealt}")
 
 
 def emulated_steps(rank: int, pipe: BlockingPipeline, connection: Connection) -> Any:

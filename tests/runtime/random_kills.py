@@ -17,10 +17,14 @@ from rrfp.lab.gloo_backend import over_gloo
 from rrfp.model.mesh import Mesh
 from rrfp.transports.registry import TransportSpec
 
+#: Replicas that share microbatches.
+DEALT = "pp 2 x dp 2, dealt"
+
 MESHES = {
     "pp 4": Mesh((("pp", 4),)),
     "pp 2 x tp 2": Mesh((("pp", 2), ("tp", 2))),
     "pp 2 x dp 2": Mesh((("pp", 2), ("dp", 2))),
+    DEALT: Mesh((("pp", 2), ("dp", 2))),
 }
 
 #: Within this time of a failure every other rank has the error, in seconds: the promise, and a stopped one's patience.
@@ -78,7 +82,10 @@ def run(kill: Kill, folder: Path, transport: TransportSpec) -> Outcome:
     mesh = MESHES[kill.mesh]
     folder.mkdir()
     options: dict[str, Any] = {"transport": over_gloo if transport == "collective" else transport}
-    ranks = Processes(folder, 4, programs.emulated_steps_for_ever, kill.seconds, mesh=mesh, **options)
+    program = programs.emulated_steps_for_ever
+    if kill.mesh == DEALT:
+        program, options["share_replicas"] = programs.dealt_steps_for_ever, "dealt"
+    ranks = Processes(folder, 4, program, kill.seconds, mesh=mesh, **options)
     try:
         for rank in range(4):
             said = ranks.hear(rank)

@@ -14,7 +14,7 @@ from rrfp.testing.reference import reference
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"tokens": True, "learned": True},
-    {"chunks": 2, "placement": "v", "hint": "bfw", "split": True, "layout": "mesh"},
+    {"chunks": 2, "placement": "v", "hint": "bfw", "split": True, "layout": "mesh", "sized": True},
     {"chunks": 2, "split": True, "reduction": "sum", "tokens": True, "transport": "zmq"},
 ]
 
@@ -23,7 +23,9 @@ class SlowJob(Job):
     """The last stage of replica 1 is slow, and replicas share microbatches."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__({**options, "share_replicas": "dealt"})
+        options = {**options, "share_replicas": "dealt"}
+        self._sized = options.pop("sized", False)
+        super().__init__(options)
         slow = self.place.replica == 1 and self.place.stage == STAGES - 1
         for module in self.own[:1] if slow else ():
             module.register_forward_pre_hook(lambda *_: time.sleep(0.02))
@@ -42,6 +44,10 @@ class SlowJob(Job):
             parameter.grad = grad
         return list(found)
 
+    def sizes(self, seed: int) -> list[float] | None:
+        """Of this replica's microbatches."""
+        return self._batches(seed)[self.place.replica].lengths if self._sized else None
+
     def _batches(self, seed: int) -> list[Any]:
         return [data(4, seed=2 * seed), data(8, seed=2 * seed + 1)]
 
@@ -54,7 +60,7 @@ def gradients_of_a_shared_step_are_the_references(rank: int) -> None:
         with job.pipeline.blocking() as pipe:
             for number in range(6):
                 losses = job.losses(number)
-                result = job.step(pipe, number)
+                result = job.step(pipe, number, sizes=job.sizes(number))
                 job.check()
                 job.gap = max(job.gap, *(abs(a - b) for a, b in zip(result.losses, losses, strict=True)))
                 dealt += bool(result.dealt)

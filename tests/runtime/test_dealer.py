@@ -10,12 +10,13 @@ import pytest
 import torch
 from compute.gloo_ranks import GOOD, outcomes
 from fork_server import fork_server
-from runtime.dealt_programs import GIVEN, MESH, SLOW, STEPS, Counts, batch_of, programs, steps
+from runtime.dealt_programs import GIVEN, MESH, QUICK_S, SLOW, STEPS, Counts, batch_of, programs, steps
 from runtime.group_programs import aborted
 from runtime.ranks import ThreadedRanks
 from runtime.toys import loss_fn
 
 import rrfp
+from rrfp.compute.rng import replica_seed
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
@@ -72,6 +73,8 @@ def test_the_pace_of_a_rank_is_a_median_and_comes_after_a_few_steps() -> None:
         assert (paces.by_replica() is None) == (number < FEW)
         paces.observe([StageReport(0, 9.0, Breakdown(9.0, 2 * each), Peaks(), microbatches=2) for each in seconds])
     assert paces.by_replica() == [Pace(3.0, 1.0), Pace(4.0, 2.0)]
+    paces.observe([StageReport(0, 9.0, Breakdown(9.0, 1.0), Peaks(), microbatches=2, size=4.0)] * 4)
+    assert (paces.are_sized, paces.by_replica()) == (True, None)  # of another unit
 
 
 def test_evaluations_run_where_they_are() -> None:
@@ -92,13 +95,31 @@ def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
     run(ranks, steps).join()
     for program in ranks:
         for batch in program.reopened:
-            foreign = [m for m in range(len(batch.gradient_weights)) if m in batch.homes]
-            assert (program.place.replica == 1) == bool(foreign)
-            assert [batch.homes[m][0] for m in foreign] == [0] * len(foreign)  # replica 0 has the job's own seed
-            kept = len(batch.gradient_weights) - len(foreign)
-            assert foreign == list(range(kept, kept + len(foreign)))
-            given = [batch.homes[m][1] for m in foreign]
-            assert given == list(range(GIVEN[0] - len(foreign), GIVEN[0]))
+            count, replica = len(batch.gradient_weights), program.place.replica
+            own = [m for m in range(count) if batch.homes[m] == (replica_seed(0, replica), m)]
+            foreign = [batch.homes[m] for m in range(len(own), count)]
+            assert own == list(range(min(count, GIVEN[replica])))
+            assert bool(foreign) == (replica == 1)
+            assert foreign == [(replica_seed(0, 0), m) for m in range(GIVEN[0] - len(foreign), GIVEN[0])]
+
+
+def test_with_sizes_each_replica_runs_as_much_whatever_the_number() -> None:
+    sizes = ([6, 1, 1, 6, 6, 1, 1, 6], [1, 2, 1, 1, 2, 1])
+
+    def body(rank: int, pipe: BlockingPipeline) -> list[rrfp.StepResult]:
+        own = sizes[MESH.place_of(rank).replica]
+        return [pipe.step(**batch_of(rank, number, own), sizes=own) for number in range(STEPS)]
+
+    ranks = programs(QUICK_S)
+    results = [outcome.value for outcome in run(ranks, body).join()]
+    for rank, own in enumerate(results):
+        replica = MESH.place_of(rank).replica
+        for number, result in enumerate(own):
+            assert result.losses == pytest.approx(losses_of(replica, number))
+            assert result.loss == pytest.approx(mean(number))
+    ran = {program.place.replica: sum(program.sizes.values()) for program in ranks}
+    assert sum(ran.values()) == sum(map(sum, sizes))
+    assert max(ran.values()) < 0.8 * sum(sizes[0])
 
 
 @pytest.mark.parametrize(

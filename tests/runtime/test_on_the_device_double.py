@@ -42,6 +42,7 @@ ALL = (
     "runtime/test_failures.py",
     "runtime/test_torchrun.py",
     "runtime/test_data_parallel.py",
+    "runtime/test_dealer.py",
 )
 
 

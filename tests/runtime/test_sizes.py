@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.hints.pyramid import pyramids
+from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode
 from rrfp.runtime.steps.plan import StepPlanner, StepRequest
+from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 
 
 @pytest.mark.parametrize("hint", ["slot-aware-pyramid", "bfw-pyramid"])
@@ -29,6 +31,30 @@ def test_pyramids_change_the_order_and_neither_gradients_nor_losses(hint: str) -
     assert all(held <= most for held, most in zip(result.peak_held, (3, 2, 1), strict=True))
     forwards = [span.task for span in result.trace.tasks if span.stage == 0 and span.task.kind is Kind.F]
     assert [task.microbatch for task in forwards] == pyramids(sizes, 12)
+
+
+@pytest.mark.parametrize(("limit", "is_kept"), [("24B", True), ("6kB", False)])
+def test_once_bytes_are_seen_to_be_few_all_stages_keep_the_callers_order(limit: str, is_kept: bool) -> None:
+    """Emulated microbatches hold 16 bytes each on two stages: 1F1B holds three of them in all."""
+    graph, lanes = TaskGraph.chain(2), [TimerLane() for _ in range(2)]
+    programs = [EmulatedStage(graph, lambda task: 1.0, num_bytes=16, spend=lane.spend) for lane in lanes]
+    sizes = [3.0, 2.0, 4.0, 2.5, 5.0, 6.0, 3.5]
+
+    async def orders() -> list[list[list[int]]]:
+        options: dict[str, Any] = {"transport": SimulatedTransport, "lane": lanes.__getitem__, "limit": limit}
+        async with rrfp.local(programs, loop="caller", **options) as pipe:
+            traces = [(await pipe.step(microbatches=7, sizes=sizes)).trace for _ in range(2)]
+        return [[forwards_of(trace, stage) for stage in range(2)] for trace in traces]
+
+    first, second = run_virtual(orders())
+    pyramid = pyramids(sizes, 8)
+    assert first == [pyramid] * 2, "nothing is known of their bytes yet"
+    assert second == [list(range(7)) if is_kept else pyramid] * 2
+
+
+def forwards_of(trace: Any, stage: int) -> list[int]:
+    tasks = [span.task for span in trace.tasks if span.stage == stage]
+    return [task.microbatch for task in tasks if task.kind is Kind.F]
 
 
 def test_a_size_may_be_a_number_of_numpy_or_a_tensor() -> None:

@@ -14,7 +14,7 @@ from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import HintSpec, create_hint, create_strict
 from rrfp.lab.advice.recorded import RecordedStep
-from rrfp.lab.simulation import resolve_limits, shown_correlation
+from rrfp.lab.simulation import resolve_limits, sizes_known
 from rrfp.memory.admission import Limit
 from rrfp.plugins import name_of
 from rrfp.schedules.registry import ScheduleSpec
@@ -49,8 +49,7 @@ class Method:
             costs,
             hints,
             limits,
-            sizes=costs.sizes,
-            size_correlation=shown_correlation(costs),
+            **sizes_known(costs, limits),
             in_order=forced_by(self.order, graph_of(costs)),
             takes_offers=self.takes_offers,
         )

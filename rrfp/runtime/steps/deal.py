@@ -1,15 +1,14 @@
-"""How many microbatches of a step each replica runs, by measured durations, and which of them change replicas.
+"""Which microbatches of a step each replica runs, by measured durations.
 
-A pipeline needs about ``rest + each * m`` seconds for m microbatches, where ``each`` is the time of its slowest stage
-for one of them and ``rest`` that of all its other stages: while it fills and drains, these run alone.
+A pipeline needs about ``rest + each * s`` seconds for microbatches of sizes that sum to s, where ``each`` is the time
+of its slowest stage for one unit of size, and ``rest`` that of all its other stages for one microbatch: while it fills
+and drains, these run alone. Without sizes each microbatch counts 1.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 #: Microbatches change replicas for so much less time of a step, relatively: durations always differ a little.
@@ -18,21 +17,17 @@ WORTH = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a replica is."""
+    """How fast a replica is, in seconds for a unit of size."""
 
-    #: Seconds of its slowest stage for one microbatch.
+    #: Its slowest stage.
     each: float
-    #: Those of its other stages together.
+    #: Its other stages together.
     rest: float
 
     @classmethod
     def of(cls, stages: Sequence[float]) -> Pace:
-        """Of a replica whose stages take so many seconds for a microbatch."""
+        """Of a replica whose stages take so many seconds for a unit."""
         return cls(max(stages), sum(stages) - max(stages))
-
-    def seconds(self, microbatches: int) -> float:
-        """The time for a number of microbatches."""
-        return self.rest + self.each * microbatches
 
 
 class Home(NamedTuple):
@@ -44,53 +39,67 @@ class Home(NamedTuple):
     microbatch: int
 
 
-def dealt(given: Sequence[int], paces: Sequence[Pace]) -> tuple[int, ...]:
-    """How many microbatches each replica runs, one at least; as ``given`` where another deal gains less than `WORTH`.
-
-    Args:
-        given: how many each replica's caller has, one at least.
-        paces: of the replicas.
-    """
-    counts = [1] * len(given)
-    ends = [(pace.seconds(2), replica) for replica, pace in enumerate(paces)]
-    heapq.heapify(ends)
-    for _ in range(sum(given) - len(given)):
-        _, replica = ends[0]  # where one more ends first
-        counts[replica] += 1
-        heapq.heapreplace(ends, (paces[replica].seconds(counts[replica] + 1), replica))
-    return tuple(counts if _slowest(counts, paces) < (1 - WORTH) * _slowest(given, paces) else given)
-
-
-def _slowest(counts: Sequence[int], paces: Sequence[Pace]) -> float:
-    return max(pace.seconds(count) for pace, count in zip(paces, counts, strict=True))
-
-
 @dataclass(frozen=True)
 class Deal:
     """Which microbatches of a step each replica runs.
 
     Attributes:
-        given: how many each replica's caller has.
-        counts: how many each replica runs.
+        homes: for each replica the microbatches that it runs, in their order there: of its own caller's first.
     """
 
-    given: tuple[int, ...]
-    counts: tuple[int, ...]
+    homes: tuple[tuple[Home, ...], ...]
 
-    @cached_property
-    def homes(self) -> tuple[tuple[Home, ...], ...]:
-        """For each replica the microbatches that it runs, in their order there: the first of its own, then others'."""
-        kept = list(map(min, self.given, self.counts))
-        spare = iter([Home(r, m) for r, count in enumerate(self.given) for m in range(kept[r], count)])
-        return tuple(
-            (*(Home(r, m) for m in range(kept[r])), *(next(spare) for _ in range(kept[r], count)))
-            for r, count in enumerate(self.counts)
-        )
+    @classmethod
+    def alone(cls, given: Sequence[int]) -> Deal:
+        """Each replica runs those of its caller, so many."""
+        return cls(tuple(tuple(Home(r, m) for m in range(count)) for r, count in enumerate(given)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many each replica runs."""
+        return tuple(map(len, self.homes))
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether none moves."""
+        return all(home.replica == r for r, homes in enumerate(self.homes) for home in homes)
+
+    def given(self, replica: int) -> int:
+        """How many a replica's caller has."""
+        return sum(home.replica == replica for homes in self.homes for home in homes)
 
     def places(self, replica: int) -> list[tuple[int, int]]:
         """For each microbatch of a replica's caller: the replica that runs it, and its number there."""
         found = {home: (r, m) for r, homes in enumerate(self.homes) for m, home in enumerate(homes)}
-        return [found[Home(replica, m)] for m in range(self.given[replica])]
+        return [found[Home(replica, m)] for m in range(self.given(replica))]
 
-    def __str__(self) -> str:
-        return f"{', '.join(map(str, self.counts))} of {', '.join(map(str, self.given))}"
+
+def dealt(sizes: Sequence[Sequence[float]], paces: Sequence[Pace]) -> Deal:
+    """A deal in which the slowest replica is as fast as single moves make it, and each runs one microbatch at least.
+
+    As the callers have them where that gains less than `WORTH`. For microbatches of one size no deal is faster.
+
+    Args:
+        sizes: for each replica those of its caller's microbatches, one at least; in any unit.
+        paces: of the replicas.
+    """
+    own = [{Home(r, m): size for m, size in enumerate(each)} for r, each in enumerate(sizes)]
+    mean = sum(map(sum, sizes)) / sum(map(len, sizes))
+    each = [pace.each for pace in paces]
+    ends = [pace.rest * mean + pace.each * sum(given) for pace, given in zip(paces, sizes, strict=True)]
+    before = max(ends)
+    while len(own[slow := ends.index(max(ends))]) > 1:
+        # Why one replica alone? To try all with all microbatches would take long where there are many.
+        quick = min(range(len(ends)), key=lambda r: (ends[r] + each[r] * mean, r))
+        reached, home = ends[slow], None
+        for tried, size in reversed(own[slow].items()):  # of equal ones the last goes
+            ended = max(ends[slow] - each[slow] * size, ends[quick] + each[quick] * size)
+            if ended < reached:
+                reached, home = ended, tried
+        if home is None or quick == slow:
+            break
+        size = own[quick][home] = own[slow].pop(home)
+        ends[slow], ends[quick] = ends[slow] - each[slow] * size, ends[quick] + each[quick] * size
+    if max(ends) >= (1 - WORTH) * before:
+        return Deal.alone([*map(len, sizes)])
+    return Deal(tuple(tuple(sorted(ran, key=lambda home: (home.replica != r, home))) for r, ran in enumerate(own)))

@@ -46,23 +46,30 @@ _Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class GivenShare:
-    """How many microbatches the caller of a rank has."""
+    """The microbatches that the caller of a rank has."""
 
     microbatches: int
+    #: Of each; empty where the caller passes none.
+    sizes: tuple[float, ...] = ()
 
 
 class Paces:
-    """How fast the replicas were in the last steps, the same on every rank."""
+    """How fast the replicas were in the last steps, the same on every rank; ``replica_of`` is by rank."""
 
     def __init__(self, replica_of: Sequence[int]) -> None:
-        #: By rank.
+        #: Whether they are seconds for a unit of size; otherwise for a microbatch.
+        self.are_sized = False
         self._replica_of = replica_of
         self._samples: list[deque[float]] = [deque(maxlen=_STEPS) for _ in replica_of]
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         """A training step has ended."""
+        are_sized = all(report.size for report in reports)
         for samples, report in zip(self._samples, reports, strict=True):
-            samples.append(report.breakdown.compute / max(1, report.microbatches))
+            if are_sized != self.are_sized:
+                samples.clear()
+            samples.append(report.breakdown.compute / (report.size if are_sized else max(1, report.microbatches)))
+        self.are_sized = are_sized
 
     def by_replica(self) -> list[Pace] | None:
         """None before a few steps have ended."""
@@ -139,31 +146,39 @@ class Dealer:
             await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
             self._is_checked = True
         paces = self._paces.by_replica()
-        if paces is None or dealt(self._given, paces) == self._given:
+        if paces is None:
             return plan
-        self._given = await self._all_given(plan)
-        deal = Deal(self._given, dealt(self._given, paces))
+        if not self._paces.are_sized and dealt(_ones(self._given), paces).is_trivial:
+            return plan
+        sizes, are_sized = await self._all_sizes(plan)
+        self._given = tuple(map(len, sizes))
+        if are_sized != self._paces.are_sized or (deal := dealt(sizes, paces)).is_trivial:
+            return plan
         self._tell(deal)
-        if deal.counts == deal.given:
-            return plan
         self._last = deal
         return await self._exchanged(plan, deal)
 
-    async def _all_given(self, plan: Plan) -> tuple[int, ...]:
-        """How many microbatches each replica's caller has; a ProtocolError where its ranks differ."""
-        own = records.pack(GivenShare(plan.step.microbatches))
+    async def _all_sizes(self, plan: Plan) -> tuple[list[list[float]], bool]:
+        """The sizes of the microbatches that each replica's caller has, and whether all callers know them.
+
+        A ProtocolError where the ranks of a replica have not as many.
+        """
+        own = records.pack(GivenShare(plan.step.microbatches, plan.sizes or ()))
         answers = await self._all_gather.all_gather("microbatches", plan.step.number, own)
-        counts = [records.unpack(GivenShare, data, "the microbatches of a rank").microbatches for data in answers]
-        given: dict[int, int] = {}
-        for rank, count in enumerate(counts):
-            first = given.setdefault(self._replica_of[rank], count)
-            if count != first or count < 1:
+        shares = [records.unpack(GivenShare, data, "the microbatches of a rank") for data in answers]
+        first: dict[int, GivenShare] = {}
+        for rank, share in enumerate(shares):
+            wanted = first.setdefault(self._replica_of[rank], share).microbatches
+            if share.microbatches != wanted or wanted < 1 or len(share.sizes) not in (0, wanted):
                 name = self._topology.name_of(rank)
                 raise ProtocolError(
-                    f"the number of microbatches is {count} on {name}, must be {max(1, first)} as on the first rank of "
-                    "its replica"
+                    f"the number of microbatches is {share.microbatches} on {name}, must be {wanted} as on the first "
+                    "rank of its replica"
                 )
-        return tuple(given[replica] for replica in sorted(given))
+        replicas = [first[replica] for replica in sorted(first)]
+        if all(sum(share.sizes) for share in replicas):
+            return [[*share.sizes] for share in replicas], True
+        return _ones([share.microbatches for share in replicas]), False
 
     async def _exchanged(self, plan: Plan, deal: Deal) -> Plan:
         """Send what others run, and wait for what this rank runs of theirs."""
@@ -244,7 +259,7 @@ class Dealer:
             others = [fields.get(name) for fields in taken]
             if own is None and all(each is None for each in others):
                 return None
-            kept = [blank] * keep if own is None else own[:keep]
+            kept = [blank if own is None else own[home.microbatch] for home in homes[:keep]]
             return [*kept, *(blank if each is None else each for each in others)]
 
         weights, sizes = joined("weights", plan.weights, 1.0), joined("sizes", plan.sizes)
@@ -257,7 +272,7 @@ class Dealer:
             factors.dealt(weights, count),
             batch.return_outputs,
             batch.training_step,
-            {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes) if m >= keep},
+            {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes)},
         )
         step = plan.step._replace(microbatches=count)
         self._program.reopen(step, new)
@@ -275,7 +290,8 @@ class Dealer:
     def _tell(self, deal: Deal) -> None:
         """Log a deal that differs from the one before, once a job."""
         if deal.counts != self._counts and self._topology.rank == 0:
-            logger.info("replicas run %s microbatches, by the time that each takes", deal)
+            given = ", ".join(map(str, self._given))
+            logger.info("replicas run %s of %s microbatches", ", ".join(map(str, deal.counts)), given)
         self._counts = deal.counts
 
 
@@ -289,3 +305,8 @@ def _fields(payload: Payload) -> _Fields:
         if value is not None and not (type(value) is float and value >= 0):
             raise ProtocolError(f"a microbatch arrived with {name} {value!r:.80}, must be a float >= 0")
     return fields
+
+
+def _ones(counts: Sequence[int]) -> list[list[float]]:
+    """Sizes of as many microbatches, where none are known."""
+    return [[1.0] * count for count in counts]

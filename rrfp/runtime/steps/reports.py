@@ -92,8 +92,11 @@ class StageReport:
     resources: bytes = _RESOURCES.pack(_NO_LIMIT, _NO_LIMIT, 0, 0)
     #: See `rrfp.memory.size_order.correlation`.
     size_correlation: float | None = None
-    #: That it ran.
+    #: See `rrfp.core.stage_core.StageCore.byte_room`.
+    byte_room: float | None = None
+    #: That it ran, and the sum of their sizes; 0 where they are not known.
     microbatches: int = 0
+    size: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
-from rrfp.memory.size_order import least
+from rrfp.memory.size_order import least, relative_room
 from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
@@ -260,6 +260,8 @@ class StepReporter:
         self._parts = () if context.model is None else context.model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
+        #: Of the newest training step, likewise.
+        self.byte_room: float | None = None
         self._warned = False
         #: Gets the reports of all ranks about a training step.
         self.observe: Callable[[Sequence[StageReport]], None] | None = None
@@ -351,16 +353,15 @@ class StepReporter:
         self._awaited.clear()
         self._settled.clear()
         self._activity.return_step()
-        peaks, correlation = self._core.peaks, self._core.size_correlation
-        self._supervisor.spawn(self._exchange(plan, trace, peaks, correlation, pending))
+        shown = self._core.peaks, self._core.size_correlation, self._core.byte_room
+        self._supervisor.spawn(self._exchange(plan, trace, shown, pending))
         return pending
 
     async def _exchange(
         self,
         plan: Plan,
         trace: StepTrace,
-        peaks: Peaks,
-        size_correlation: float | None,
+        shown: tuple[Peaks, float | None, float | None],
         pending: PendingReports,
     ) -> None:
         await self._give_way(self._awaited)  # the caller gets the loss
@@ -368,12 +369,16 @@ class StepReporter:
         # Before they have this report, the other ranks send nothing of the next step.
         seconds = trace.end - trace.start
         resources = self._meter.read(self._core.view.slots)
-        count = plan.step.microbatches
-        report = StageReport(self._topology.stage, seconds, parts, peaks, resources, size_correlation, count)
+        count, size = plan.step.microbatches, sum(plan.sizes or ())
+        peaks, correlation, room = shown
+        report = StageReport(self._topology.stage, seconds, parts, peaks, resources, correlation, room, count, size)
         reports = await self._gather(plan, trace, report)
         measured = least([report.size_correlation for report in reports])
         if plan.step.mode is Mode.TRAIN and measured is not None:
             self.size_correlation = measured
+        if plan.step.mode is Mode.TRAIN:
+            slots = [self._core.graph.distance_to_sink(report.stage) for report in reports]
+            self.byte_room = relative_room([report.byte_room for report in reports], slots)
         if plan.step.mode is Mode.TRAIN and self.observe is not None:
             self.observe(reports)
         pending.settle(StepFigures.of(reports, self._topology))
