@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def quick(name: str) -> Any:
+def quick(name: str, *options: str) -> Any:
     """The JSON of a benchmark's smoke run."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name / "run.py"), "--quick", "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / name / "run.py"), "--quick", "--json", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -133,6 +133,16 @@ def test_advise_predicts_every_job() -> None:
     assert [figures["job"] for figures in document["figures"]] == jobs
     for figures in document["figures"]:
         assert min(figures["predicted"], figures["measured"]) > 0
+
+
+@pytest.mark.long
+def test_plan_gains_and_predicts_moved_layers() -> None:
+    [gains] = quick("plan")["gains"]
+    assert gains.keys() == {"profile", "stages", "predicted", "saved", "over_1f1b", "over_zbv", "plan"}
+    recorded, *planned = quick("plan", "--processes")["predictions"]
+    assert recorded["rank"] == 0
+    assert [one["rank"] for one in planned] == [1]
+    assert all(min(one["predicted"], one["measured"]) > 0 for one in (recorded, *planned))
 
 
 @pytest.mark.long

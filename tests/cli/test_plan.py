@@ -30,7 +30,7 @@ def test_it_prints_a_table_the_best_first_and_writes_the_plan(trace: Path, tmp_p
     assert "6 steps (left out: 2 at the beginning), 6 microbatches on 3 stages, hint bf, limit 1f1b" in lines[0]
     names = [line.split("  ")[0] for line in lines[4 : lines.index("", 4)]]
     assert names[:2] == ["1", "2"]
-    assert names[-2:] == ["now", "torch's 1F1B"]
+    assert names[-3:] == ["now", "if split", "torch's 1F1B"]
     for said in ("Tried: ", "Left out:", "cut and placement: layer times are not known (--layers)", "torch's ZBV: it"):
         assert said in result.stdout
     assert lines[-1] == f"wrote plan 1 to {tmp_path / 'plan.json'}"

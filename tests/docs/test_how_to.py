@@ -48,3 +48,18 @@ def test_the_case_from_the_trace_to_the_decision(installed: Installed, tmp_path:
     assert shown == [*(f"slot-aware-pyramid, limit {limit}" for limit in ("1f1b", "n", "2n")), "1f1b (strict)"]
     for command in decided:
         assert "held (" in installed.printed(command, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_plan_makes_the_step_of_uneven_layers_shorter(installed: Installed, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "plan.md").read_text()
+    ((name, program),) = re.findall(r'```python title="([^"]+)"\n(.*?)```', page, re.DOTALL)
+    (tmp_path / name).write_text(program)
+    record, plan, run = re.findall(r"^    \$ (.+)$", page, re.MULTILINE)
+    (now,) = re.findall(r"a step takes (\d+) ms", installed.printed(record, tmp_path))
+    table = installed.printed(plan, tmp_path)
+    assert re.search(r"^1 .* one chunk +4\*2 3 1 ", table, re.MULTILINE)
+    assert "wrote plan 1 to plan.json" in table
+    (planned,) = re.findall(r"a step takes (\d+) ms", installed.printed(run, tmp_path))
+    assert int(planned) < int(now)

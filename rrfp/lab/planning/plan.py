@@ -13,7 +13,7 @@ from rrfp.errors import ConfigError
 from rrfp.lab.advice.advice import Adviser, Wishes, adviser_of
 from rrfp.lab.advice.replays import Interval, Replays, hint_text, limit_text
 from rrfp.lab.advice.report import DOUBTFUL
-from rrfp.lab.planning.layers import read_layers
+from rrfp.lab.planning.layers import Layers, read_layers
 from rrfp.lab.planning.rebuilt import UNLIKE, Steps
 from rrfp.lab.planning.report import Plans, Row
 from rrfp.lab.planning.search import MOST_TASKS, Budget, Candidate, Search
@@ -46,12 +46,16 @@ def plan_file(
     ran: Callable[[], object] = lambda: None,
 ) -> Plans:
     """The plans for the job of a trace file; ``ran`` is called after each simulated step."""
+    layers = None if request.layers is None else read_layers(request.layers)
+    return plans_of(adviser_of(path, wishes or Wishes(), ran), layers, request, ran)
+
+
+def plans_of(adviser: Adviser, layers: Layers | None, request: Request, ran: Callable[[], object]) -> Plans:
+    """The plans for a recorded job."""
     num_bytes = None
     if request.memory is not None and not (num_bytes := bytes_of(request.memory)):
         raise ConfigError(f"memory is {request.memory!r}, must be a size such as 8GB (B, kB, MB, GB)")
     counts = tuple(whole("microbatches", count, 1) for count in request.microbatches)
-    layers = None if request.layers is None else read_layers(request.layers)
-    adviser = adviser_of(path, wishes or Wishes(), ran)
     costs = adviser.recording.costs
     if adviser.job.strict == REPLAY:
         raise ConfigError(f"{adviser.name}: the job replayed a logged step, must be one that chose its order itself")
@@ -91,6 +95,7 @@ def _plans(adviser: Adviser, steps: Steps, search: Search) -> Plans:
         rebuilt,
         row("now", search.now),
         tuple(row(f"{number}", each) for number, each in enumerate(search.ranked, 1)),
+        None if search.guessed is None else row("if split", search.guessed),
         tuple(row(name, each) for name, each in search.peers.items()),
         f"{layouts}{len(search.tried)} candidates by simulation, {judged}",
         tuple(search.left_out),
@@ -135,9 +140,11 @@ def _row(name: str, candidate: Candidate, search: Search, steps: Steps) -> Row:
 
 def _assumed(steps: Steps, search: Search) -> Iterator[str]:
     """What candidates rest on."""
-    candidates = [*search.ranked, *search.peers.values()]
-    if any(each.split and not search.now.split for each in candidates):
-        yield "split=True: weight gradients take a third to a half of backward; a split trace has their times"
+    if search.guessed is not None:
+        guess = (
+            "weight gradients take a third to a half of backward: no plan rests on it; a split trace has their times"
+        )
+        yield f"if split, and of ZBV: {guess}"
     if steps.layers is None:
         return
     yield "a layer's part of its stage's recorded times and bytes: as measured on the sample"

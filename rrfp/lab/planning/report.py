@@ -58,6 +58,7 @@ class Plans:
         rebuilt: the same from layers; None where layer times are not known.
         now: as it runs now.
         rows: the best first.
+        guessed: the best with a split backward, where nobody has measured what weight gradients take.
         peers: torch's schedules.
         tried: what was tried, as a clause.
         skipped: what was not, one line each.
@@ -75,6 +76,7 @@ class Plans:
     rebuilt: float | None
     now: Row
     rows: tuple[Row, ...]
+    guessed: Row | None
     peers: tuple[Row, ...]
     tried: str
     skipped: tuple[str, ...]
@@ -96,6 +98,7 @@ class Plans:
             **{name: getattr(self, name) for name in names},
             "now": self.now.to_json(),
             "rows": [row.to_json() for row in self.rows],
+            "guessed": None if self.guessed is None else self.guessed.to_json(),
             "peers": [row.to_json() for row in self.peers],
             "assumed": list(self.assumed),
             "doubt": self.doubt,
@@ -111,7 +114,8 @@ class Plans:
         ratio = f"({self.predicted / self.measured:.3f} of it)"
         lines += [f"a step took {duration(self.measured)}; replayed {duration(self.predicted)} {ratio}{rebuilt}"]
         lines += [f"  doubtful, as it is off by more than {DOUBTFUL:.0%}: {self.doubt}"] if self.doubt else []
-        lines += ["", *_table([*self.rows, self.now, *self.peers])]
+        beside = [] if self.guessed is None else [self.guessed]
+        lines += ["", *_table([*self.rows, self.now, *beside, *self.peers])]
         if self.best is None:
             lines += ["", "No candidate holds as little as the budget allows."]
         for name, cut in () if self.best is None else self.best.others.items():

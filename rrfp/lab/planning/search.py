@@ -105,6 +105,8 @@ class Search:
         #: The best first, on the steps that `results` are of.
         self.ranked: list[Candidate] = []
         self.numbers: Sequence[int] = steps.searched
+        #: The best with a split backward where nobody has measured weight gradients, on which no plan rests.
+        self.guessed: Candidate | None = None
         #: Torch's schedules by name, each on the cut that suits it best.
         self.peers: dict[str, Candidate] = {}
 
@@ -131,9 +133,8 @@ class Search:
     def _run(self, candidate: Candidate, number: int) -> tuple[list[float], float, int]:
         if (known := self._known.get((candidate, number))) is not None:
             return known
-        is_guessed = candidate.split and not self._costs.split
         seconds, held, num_bytes = [], 0.0, 0
-        for part in WEIGHT_PARTS if is_guessed else (None,):
+        for part in WEIGHT_PARTS if self._is_guessed(candidate) else (None,):
             step = self._steps.step(Shape(candidate.layout, candidate.split, part, candidate.microbatches), number)
             result = candidate.method.run(step.table())
             self._tasks += step.costs.num_tasks
@@ -146,6 +147,10 @@ class Search:
         self._known[candidate, number] = (seconds, held, num_bytes)
         self.tried.add(candidate)
         return seconds, held, num_bytes
+
+    def _is_guessed(self, candidate: Candidate) -> bool:
+        """Whether its weight gradients are tasks, and not in the trace."""
+        return candidate.split and not self._costs.split
 
     def _mean(self, candidate: Candidate, numbers: Sequence[int] | None = None) -> float:
         return float(self.result(candidate, self._steps.searched if numbers is None else numbers).seconds.mean())
@@ -286,7 +291,8 @@ class Search:
                 if self._is_over(f"limits, hints and split of {'the layout' if layout is None else layout.placement}"):
                     return
                 found = [each for each in (best, *more(best)) if self.fits(each)]
-                best = min(found, key=self._mean, default=best)
+                times = {each: self._mean(each) for each in found}
+                best = min((each for each in found if not self._is_guessed(each)), key=times.__getitem__, default=best)
 
     def _with_limits(self, base: Candidate) -> Iterator[Candidate]:
         chunks = self._costs.chunks if base.layout is None else base.layout.where.chunks
@@ -333,7 +339,9 @@ class Search:
             and all((each, number) in self._known for number in self._steps.searched)
             and self.fits(each)
         ]
-        self.ranked = sorted(whole, key=lambda each: self._order(each, self._steps.searched))
+        ordered = sorted(whole, key=lambda each: self._order(each, self._steps.searched))
+        self.ranked = [each for each in ordered if not self._is_guessed(each)]
+        self.guessed = next((each for each in ordered if self._is_guessed(each)), None)
         self.numbers = self._steps.searched
 
     def _order(self, candidate: Candidate, numbers: Sequence[int]) -> tuple[float, bool, str]:
@@ -384,7 +392,7 @@ class Search:
             if self._steps.layers is None or alike < ROWS_OF_LAYOUT:
                 chosen.append(each)
         chosen = chosen[:ROWS]
-        for each in (self.now, *self.peers.values(), *chosen):
+        for each in (self.now, *self.peers.values(), *([] if self.guessed is None else [self.guessed]), *chosen):
             self.result(each, self._steps.judged)
         self.ranked = sorted(chosen, key=lambda each: self._order(each, self._steps.judged))
         self.numbers = self._steps.judged

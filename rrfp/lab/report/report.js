@@ -249,6 +249,9 @@ const FILL = 0.84, CROWDED = 3;
 /** The axes beside timelines; panels on the same time leave as much room, so that one moment is below the other. */
 const LEFT = 68, RIGHT = 48, BESIDE = { padding: [8, 12 + RIGHT, 0, 4] };
 
+/** The time at a place of a timeline, by what is chosen: the plot follows a frame later. */
+const timeAt = (u, left) => state.from + left / u.over.clientWidth * (state.to - state.from);
+
 const originOf = run => run.steps[state.step[run.index]].start;
 
 function axis(more) {
@@ -450,7 +453,7 @@ function mark(line) {
 
 /** What is at a point of a timeline, in CSS pixels of its plot: a task, else a wait, else a row. */
 function hit(line, left, top) {
-  const { run, u, rows } = line, at = u.posToVal(left, "x") + originOf(run);
+  const { run, u, rows } = line, at = timeAt(u, left) + originOf(run);
   const row = Math.max(0, Math.min(rows - 1, Math.floor(top / (u.bbox.height / PX()) * rows)));
   for (let s = 0; s < run.steps.length; s++) {
     const step = run.steps[s];
@@ -519,7 +522,7 @@ function listen(line) {
     if (!ended.far) choose(hit(line, x, y));
     else if (ended.isZoom) {
       u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-      show(...[ended.x, x].sort((a, b) => a - b).map(at => u.posToVal(at, "x")));
+      show(...[ended.x, x].sort((a, b) => a - b).map(at => timeAt(u, at)));
     }
   });
   over.addEventListener("pointercancel", () => { drag = null; });
@@ -538,7 +541,7 @@ function listen(line) {
     event.preventDefault();
     const span = state.to - state.from, way = (isAlong && event.deltaX) || event.deltaY;
     if (isAlong) { const by = span * way / 1500; show(state.from + by, state.to + by); }
-    else zoom(Math.exp(way / 400), u.posToVal(point(event)[0], "x"));
+    else zoom(Math.exp(way / 400), timeAt(u, point(event)[0]));
   }, { passive: false });
   host.addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
