@@ -14,7 +14,7 @@ jitter, J3 with the most. M is 32. DeepSpeed neither reduces gradients nor steps
 zero-bubble's repository is left out: it defers weight gradients in a CUDA kernel alone (fused_weight_gradient_mlp_cuda)
 and measures memory on CUDA devices, so it does not run on a CPU; torch's ZBV is the schedule of its paper.
 
---headline, the default, takes ten minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 4 and
+--headline, the default, takes 13 minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 4 and
 8, also zipf and moe, and all methods, about an hour and a half; after an interruption it goes on, and called again it
 measures once more what lacks undisturbed steps; the others do so with --resume. The other options choose parts; an
 unknown name prints all methods.
