@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.plan.layered import Model
 from rrfp.hints.registry import DEFAULT_HINT
 from rrfp.lab.advice.advice import Wishes
-from rrfp.lab.planning.layers import Layout
+from rrfp.lab.planning.layers import ModelLayout
 from rrfp.lab.planning.plan import Request, plan_file
 from rrfp.lab.simulation import simulate
 from rrfp.trace.chrome import write_chrome
@@ -65,9 +65,9 @@ def gain(model: Model, judged: int, ran: Callable[[], object], **request: Any) -
     assert best is not None
     assert best.plan is not None
     assert best.plan.cuts is not None
-    planned = Layout(best.plan.where, best.plan.cuts)
+    planned = ModelLayout(best.plan.where, best.plan.cuts)
 
-    def seconds(where: Layout, *, split: bool = False, **how: Any) -> float:
+    def seconds(where: ModelLayout, *, split: bool = False, **how: Any) -> float:
         numbers = range(JUDGED, JUDGED + judged)
         return fmean(simulate(model.costs(where, step, split=split), **how).makespan for step in numbers)
 

@@ -16,7 +16,7 @@ from rrfp.lab.generators.latency import with_latency
 from rrfp.lab.generators.profiles import PLAIN_BYTES, PLAIN_FORWARD
 from rrfp.lab.generators.streams import RandomStream, generator
 from rrfp.lab.generators.workloads import machine_factors, output_layer
-from rrfp.lab.planning.layers import Layout
+from rrfp.lab.planning.layers import ModelLayout
 from rrfp.model.placement import Placement
 
 #: Of a plain stage.
@@ -51,10 +51,10 @@ class Model:
         """Stages on slow machines."""
         return tuple(np.flatnonzero(machine_factors(self.profile, self.stages) > 1).tolist())
 
-    def even(self, chunks: int = 1, placement: Any = "looped") -> Layout:
+    def even(self, chunks: int = 1, placement: Any = "looped") -> ModelLayout:
         """Equally many layers in each virtual stage."""
         part = self.layers // (self.stages * chunks)
-        return Layout(Placement(self.stages, chunks, placement), tuple(range(part, self.layers, part)))
+        return ModelLayout(Placement(self.stages, chunks, placement), tuple(range(part, self.layers, part)))
 
     def _pieces(self, step: int) -> Matrix:
         """The factors of each layer for each microbatch, first what is ahead of them (nothing), last the output."""
@@ -63,7 +63,7 @@ class Model:
         ends = np.zeros((1, self.microbatches)), output_layer(self.profile) * factors[-1:]
         return np.concatenate([ends[0], np.repeat(factors / LAYERS, LAYERS, axis=0), ends[1]])
 
-    def costs(self, layout: Layout, step: int, *, split: bool = False) -> CostTable:
+    def costs(self, layout: ModelLayout, step: int, *, split: bool = False) -> CostTable:
         """What a step takes; weight gradients take half of backward."""
         pieces, where = self._pieces(step), layout.where
         rows = PLAIN_FORWARD * np.array([pieces[part].sum(axis=0) for part in layout.pieces(self.layers)])
@@ -78,7 +78,7 @@ class Model:
         )
         return replace(table, backward=table.backward / 2, weight=table.backward / 2) if split else table
 
-    def write_layers(self, path: Path, layout: Layout, steps: int) -> None:
+    def write_layers(self, path: Path, layout: ModelLayout, steps: int) -> None:
         """What each layer takes in the mean over the microbatches of some steps, on a machine that is not slow."""
         mean = np.mean([self._pieces(step).mean(axis=1) for step in range(steps)], axis=0) * PLAIN_FORWARD
         pieces = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.plan.layered import Model
 from rrfp.lab.emulated import EmulatedStage, table_durations
-from rrfp.lab.planning.layers import Layout
+from rrfp.lab.planning.layers import ModelLayout
 from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
@@ -28,7 +28,7 @@ def run(model: Model, plain: Any, steps: int, place: Topology, path: str | None)
     """All steps of one job, in a pipeline of its own."""
     plan = Plan.read(plain)
     assert plan.cuts is not None
-    layout = Layout(plan.where, plan.cuts)
+    layout = ModelLayout(plan.where, plan.cuts)
     graph = TaskGraph.chain(plan.stages, chunks=plan.chunks, layout=plan.placement, split=plan.split)
 
     def bytes_of(step: int) -> Any:

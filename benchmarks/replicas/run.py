@@ -39,7 +39,7 @@ from benchmarks.replicas.simulated import rows
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
-from rrfp.runtime.steps.deal import Pace, dealt
+from rrfp.runtime.steps.deal import ReplicaPace, dealt
 
 #: Seconds without a report after which workers count as hung.
 _PATIENCE_S = 180.0
@@ -89,7 +89,7 @@ def _simulated(layout: Layout, method: str, factor: float) -> float:
     counts = [*map(len, given)]
     if method == "dealt":
         one = [table_of(layout, [1.0], each) for each in slow]
-        counts = [*dealt(given, [Pace.of((each.forward + each.backward)[:, 0].tolist()) for each in one]).counts]
+        counts = [*dealt(given, [ReplicaPace.of((each.forward + each.backward)[:, 0].tolist()) for each in one]).counts]
     return max(seconds_of(table_of(layout, [1.0] * count, each)) for count, each in zip(counts, slow, strict=True))
 
 

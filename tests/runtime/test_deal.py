@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.runtime.steps.deal import WORTH, Deal, Home, Pace, dealt
+from rrfp.runtime.steps.deal import WORTH, Deal, Home, ReplicaPace, dealt
 
-EQUAL = Pace(1.0, 3.0)
-paces = st.builds(Pace, st.floats(0.0, 10.0), st.floats(0.0, 10.0))
+EQUAL = ReplicaPace(1.0, 3.0)
+paces = st.builds(ReplicaPace, st.floats(0.0, 10.0), st.floats(0.0, 10.0))
 own_sizes = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6)
 cases = st.integers(1, 4).flatmap(
     lambda n: st.tuples(st.lists(own_sizes, min_size=n, max_size=n), st.lists(paces, min_size=n, max_size=n))
@@ -23,7 +23,7 @@ def ones(counts: Sequence[int]) -> list[list[float]]:
     return [[1.0] * count for count in counts]
 
 
-def slowest(shares: Sequence[float], own: Sequence[Pace], mean: float = 1.0) -> float:
+def slowest(shares: Sequence[float], own: Sequence[ReplicaPace], mean: float = 1.0) -> float:
     return max(pace.rest * mean + pace.each * share for pace, share in zip(own, shares, strict=True))
 
 
@@ -31,15 +31,15 @@ def slowest(shares: Sequence[float], own: Sequence[Pace], mean: float = 1.0) -> 
     ("counts", "own", "wanted"),
     [
         ([8, 8], [EQUAL, EQUAL], (8, 8)),
-        ([8, 8], [EQUAL, Pace(1.05, 3.0)], (8, 8)),  # moving one gains less than it may cost
-        ([8, 8], [EQUAL, Pace(2.0, 3.0)], (11, 5)),
-        ([8, 8, 8, 8], [EQUAL, EQUAL, Pace(4.0, 3.0), EQUAL], (10, 10, 2, 10)),
+        ([8, 8], [EQUAL, ReplicaPace(1.05, 3.0)], (8, 8)),  # moving one gains less than it may cost
+        ([8, 8], [EQUAL, ReplicaPace(2.0, 3.0)], (11, 5)),
+        ([8, 8, 8, 8], [EQUAL, EQUAL, ReplicaPace(4.0, 3.0), EQUAL], (10, 10, 2, 10)),
         ([2, 8], [EQUAL, EQUAL], (5, 5)),
-        ([1, 1], [EQUAL, Pace(9.0, 3.0)], (1, 1)),  # each runs one at least
+        ([1, 1], [EQUAL, ReplicaPace(9.0, 3.0)], (1, 1)),  # each runs one at least
         ([4], [EQUAL], (4,)),
     ],
 )
-def test_a_slow_replica_runs_fewer(counts: list[int], own: list[Pace], wanted: tuple[int, ...]) -> None:
+def test_a_slow_replica_runs_fewer(counts: list[int], own: list[ReplicaPace], wanted: tuple[int, ...]) -> None:
     assert dealt(ones(counts), own).counts == wanted
 
 
@@ -48,7 +48,9 @@ def test_a_slow_replica_runs_fewer(counts: list[int], own: list[Pace], wanted: t
         lambda counts: st.tuples(st.just(counts), st.lists(paces, min_size=len(counts), max_size=len(counts)))
     )
 )
-def test_of_equal_ones_no_deal_is_shorter_by_more_than_what_is_not_worth_it(case: tuple[list[int], list[Pace]]) -> None:
+def test_of_equal_ones_no_deal_is_shorter_by_more_than_what_is_not_worth_it(
+    case: tuple[list[int], list[ReplicaPace]],
+) -> None:
     counts, own = case
     found = dealt(ones(counts), own)
     every = itertools.product(range(1, sum(counts) + 1), repeat=len(counts))
@@ -60,7 +62,9 @@ def test_of_equal_ones_no_deal_is_shorter_by_more_than_what_is_not_worth_it(case
 
 
 @given(cases)
-def test_each_microbatch_is_run_once_and_no_step_becomes_longer(case: tuple[list[list[float]], list[Pace]]) -> None:
+def test_each_microbatch_is_run_once_and_no_step_becomes_longer(
+    case: tuple[list[list[float]], list[ReplicaPace]],
+) -> None:
     sizes, own = case
     found = dealt(sizes, own)
     every = [Home(r, m) for r, each in enumerate(sizes) for m in range(len(each))]
@@ -73,7 +77,7 @@ def test_each_microbatch_is_run_once_and_no_step_becomes_longer(case: tuple[list
 
 
 @given(cases)
-def test_a_caller_finds_each_of_its_microbatches(case: tuple[list[list[float]], list[Pace]]) -> None:
+def test_a_caller_finds_each_of_its_microbatches(case: tuple[list[list[float]], list[ReplicaPace]]) -> None:
     sizes, own = case
     deal = dealt(sizes, own)
     for r, each in enumerate(sizes):
@@ -84,7 +88,7 @@ def test_a_caller_finds_each_of_its_microbatches(case: tuple[list[list[float]], 
 
 
 def test_of_unequal_ones_those_move_that_balance_best() -> None:
-    found = dealt([[6.0, 1.0, 6.0, 1.0], [1.0, 1.0, 2.0]], [Pace(1.0, 0.0), Pace(1.0, 0.0)])
+    found = dealt([[6.0, 1.0, 6.0, 1.0], [1.0, 1.0, 2.0]], [ReplicaPace(1.0, 0.0), ReplicaPace(1.0, 0.0)])
     of_first, of_second = [Home(0, 0), Home(0, 1), Home(0, 3), Home(1, 1)], [Home(1, 0), Home(1, 2), Home(0, 2)]
     assert found.homes == (tuple(of_first), tuple(of_second))  # 9 each
 

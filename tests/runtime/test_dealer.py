@@ -22,7 +22,7 @@ from rrfp.errors import ConfigError
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.options import complete
-from rrfp.runtime.steps.deal import Pace
+from rrfp.runtime.steps.deal import ReplicaPace
 from rrfp.runtime.steps.dealer import FEW, Paces
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.trace.breakdown import Breakdown
@@ -72,7 +72,7 @@ def test_the_pace_of_a_rank_is_a_median_and_comes_after_a_few_steps() -> None:
         seconds = [1.0, 2.0, 3.0, 4.0 if number != 3 else 400.0]
         assert (paces.by_replica() is None) == (number < FEW)
         paces.observe([StageReport(0, 9.0, Breakdown(9.0, 2 * each), Peaks(), microbatches=2) for each in seconds])
-    assert paces.by_replica() == [Pace(3.0, 1.0), Pace(4.0, 2.0)]
+    assert paces.by_replica() == [ReplicaPace(3.0, 1.0), ReplicaPace(4.0, 2.0)]
     paces.observe([StageReport(0, 9.0, Breakdown(9.0, 1.0), Peaks(), microbatches=2, size=4.0)] * 4)
     assert (paces.are_sized, paces.by_replica()) == (True, None)  # of another unit
 

@@ -16,7 +16,7 @@ from batches import long
 from rrfp.costs import CostTable, make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.advice import Wishes
-from rrfp.lab.planning.layers import Layout, read_layers
+from rrfp.lab.planning.layers import ModelLayout, read_layers
 from rrfp.lab.planning.plan import Request, plan_file
 from rrfp.lab.planning.report import Plans
 from rrfp.lab.simulation import simulate
@@ -33,7 +33,7 @@ HEAD = 6.0
 
 
 def table(
-    step: int, layout: Layout, weights: Sequence[float] = HEAVY, head: float = HEAD, *, split: bool = False
+    step: int, layout: ModelLayout, weights: Sequence[float] = HEAVY, head: float = HEAD, *, split: bool = False
 ) -> CostTable:
     """A step with the layers on this layout: every microbatch of its own length, the first layers' apart from it."""
     draw = np.random.default_rng(step)
@@ -59,12 +59,14 @@ def table(
     )
 
 
-def even(chunks: int = 1, placement: Any = "looped", stages: int = STAGES, layers: int = 8) -> Layout:
+def even(chunks: int = 1, placement: Any = "looped", stages: int = STAGES, layers: int = 8) -> ModelLayout:
     parts = stages * chunks
-    return Layout(Placement(stages, chunks, placement), tuple(range(layers // parts, layers, layers // parts)))
+    return ModelLayout(Placement(stages, chunks, placement), tuple(range(layers // parts, layers, layers // parts)))
 
 
-def files(path: Path, layout: Layout, *, weights: Sequence[float] = HEAVY, head: float = HEAD, **shape: Any) -> Request:
+def files(
+    path: Path, layout: ModelLayout, *, weights: Sequence[float] = HEAVY, head: float = HEAD, **shape: Any
+) -> Request:
     """A trace of the layout, and what each layer takes in any unit."""
     steps = [table(step, layout, weights, head, **shape) for step in range(STEPS)]
     traces = [simulate(step, **METHOD).result.trace(n) for n, step in enumerate(steps)]
@@ -73,7 +75,7 @@ def files(path: Path, layout: Layout, *, weights: Sequence[float] = HEAVY, head:
     return Request(path / "layers.json")
 
 
-def write_layers(path: Path, layout: Layout, weights: Sequence[float], head: float) -> None:
+def write_layers(path: Path, layout: ModelLayout, weights: Sequence[float], head: float) -> None:
     def piece(weight: float, name: str) -> dict[str, Any]:
         return {"names": [name], "forward": weight, "backward": 2 * weight, "num_bytes": int(1000 * weight)}
 
@@ -94,19 +96,19 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Plans:
     return plans_on(path, files(path, even()))
 
 
-def mean_seconds(layout: Layout, weights: Sequence[float] = HEAVY, head: float = HEAD, **method: Any) -> float:
+def mean_seconds(layout: ModelLayout, weights: Sequence[float] = HEAVY, head: float = HEAD, **method: Any) -> float:
     steps = [table(step, layout, weights, head) for step in range(STEPS)]
     return float(np.mean([simulate(step, **{**METHOD, **method}).makespan for step in steps]))
 
 
-def layout_of(plan: Plan | None) -> Layout:
+def layout_of(plan: Plan | None) -> ModelLayout:
     assert plan is not None
     assert plan.cuts is not None
-    return Layout(plan.where, plan.cuts)
+    return ModelLayout(plan.where, plan.cuts)
 
 
 @pytest.mark.parametrize("recorded", [even(2, "v"), long(even()), long(even(2, "looped"))], ids=str)
-def test_a_plan_takes_what_the_same_layers_take_there(tmp_path: Path, recorded: Layout) -> None:
+def test_a_plan_takes_what_the_same_layers_take_there(tmp_path: Path, recorded: ModelLayout) -> None:
     plans = plans_on(tmp_path, files(tmp_path, recorded))
     assert plans.measured == pytest.approx(mean_seconds(recorded), rel=1e-4)
     assert plans.rebuilt == pytest.approx(plans.measured, rel=0.01)
@@ -136,7 +138,7 @@ def best_of_all(weights: Sequence[float], head: float, methods: Sequence[tuple[s
     for chunks, placement in ((1, "looped"), (2, "v"), (2, "looped")):
         where: Any = Placement(STAGES, chunks, placement)  # type: ignore[arg-type]
         for cuts in combinations(range(1, 8), where.num_virtual_stages - 1):
-            found += [mean_seconds(Layout(where, cuts), weights, head, hint=h, limit=k) for h, k in methods]
+            found += [mean_seconds(ModelLayout(where, cuts), weights, head, hint=h, limit=k) for h, k in methods]
     return min(found)
 
 
@@ -245,7 +247,7 @@ def test_the_file_is_what_a_pipeline_reads(tmp_path: Path, planned: Plans) -> No
 def test_the_cut_in_the_words_of_others(tmp_path: Path) -> None:
     write_layers(tmp_path / "layers.json", even(), HEAVY, HEAD)
     layers = read_layers(tmp_path / "layers.json")
-    layout = Layout(Placement(2, 2), (1, 3, 6))
+    layout = ModelLayout(Placement(2, 2), (1, 3, 6))
     assert layers.megatron(layout) == "Et|t*2|t*3|t*2L"
     assert layers.megatron(replace(layout, where=Placement(2, 2, "v"))) is None
     assert layers.torchtitan(layout) == [
@@ -259,7 +261,7 @@ def test_the_cut_in_the_words_of_others(tmp_path: Path) -> None:
 def test_megatron_reads_its_string(tmp_path: Path) -> None:
     module = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     write_layers(tmp_path / "layers.json", even(), HEAVY, HEAD)
-    layers, layout = read_layers(tmp_path / "layers.json"), Layout(Placement(2, 2), (1, 3, 6))
+    layers, layout = read_layers(tmp_path / "layers.json"), ModelLayout(Placement(2, 2), (1, 3, 6))
     read = module.PipelineParallelLayerLayout.parse_str_to_list(layers.megatron(layout))
     assert [[each.name for each in part].count("decoder") for part in read] == [1, 2, 3, 2]
     assert (read[0][0].name, read[-1][-1].name) == ("embedding", "loss")

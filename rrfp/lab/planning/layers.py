@@ -22,7 +22,7 @@ from rrfp.plain import Reader, fields_of, number, shown, text, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ModelLayout:
     """Where the layers of a model are."""
 
     where: Placement
@@ -58,7 +58,7 @@ class Layout:
 class Layers:
     """The pieces of a model, layers and what is ahead of and behind them; and how the recorded job had cut it."""
 
-    layout: Layout
+    layout: ModelLayout
     #: The names of each piece's modules in the whole model.
     names: tuple[tuple[str, ...], ...]
     #: Seconds and bytes of each piece, on the sample: one entry a piece.
@@ -76,7 +76,7 @@ class Layers:
         parts = where.num_virtual_stages
         return tuple(-(-part * self.count // parts) for part in range(1, parts))
 
-    def megatron(self, layout: Layout) -> str | None:
+    def megatron(self, layout: ModelLayout) -> str | None:
         """The argument ``--pipeline-model-parallel-layout``; None of a V, which it has no word for."""
         if layout.where.chunks > 1 and layout.where.layout == "v":
             return None
@@ -85,7 +85,7 @@ class Layers:
         parts[0], parts[-1] = f"E{parts[0]}", f"{parts[-1]}L"
         return "|".join(parts)
 
-    def torchtitan(self, layout: Layout) -> list[list[str]]:
+    def torchtitan(self, layout: ModelLayout) -> list[list[str]]:
         """The setting ``module_fqns_per_model_part``, with its names for a decoder's embedding, norm and head."""
         parts = [[f"layers.{n}" for n in range(start, stop)] for start, stop in layout.bounds(self.count)]
         parts[0].insert(0, "tok_embeddings")
@@ -130,7 +130,7 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
     columns: Any = {column: np.array([piece[column] for piece in pieces]) for column in ("forward", "backward")}
     num_bytes = np.array([float(piece["num_bytes"]) for piece in pieces])
     return Layers(
-        Layout(where, tuple(fields["cuts"])), tuple(p["names"] for p in pieces), num_bytes=num_bytes, **columns
+        ModelLayout(where, tuple(fields["cuts"])), tuple(p["names"] for p in pieces), num_bytes=num_bytes, **columns
     )
 
 

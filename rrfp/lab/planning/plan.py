@@ -14,7 +14,7 @@ from rrfp.lab.advice.advice import Adviser, Wishes, adviser_of
 from rrfp.lab.advice.replays import Interval, Replays, hint_text, limit_text
 from rrfp.lab.advice.report import DOUBTFUL
 from rrfp.lab.planning.layers import Layers, read_layers
-from rrfp.lab.planning.rebuilt import UNLIKE, Steps
+from rrfp.lab.planning.rebuilt import UNLIKE, RebuiltSteps
 from rrfp.lab.planning.report import Plans, Row
 from rrfp.lab.planning.search import MOST_TASKS, Budget, Candidate, Search
 from rrfp.memory.admission import bytes_of
@@ -66,13 +66,13 @@ def plans_of(adviser: Adviser, layers: Layers | None, request: Request, ran: Cal
     slow = tuple(whole("slow-rank", stage, 0, costs.stages - 1) for stage in request.slow)
     if slow and layers is None:
         raise ConfigError("slow-rank needs --layers: only layers that are moved leave a slow rank")
-    steps = Steps(adviser.recording, layers, slow)
+    steps = RebuiltSteps(adviser.recording, layers, slow)
     search = Search(adviser, steps, Budget(num_bytes, counts, request.tasks), ran)
     search.run()
     return _plans(adviser, steps, search)
 
 
-def _plans(adviser: Adviser, steps: Steps, search: Search) -> Plans:
+def _plans(adviser: Adviser, steps: RebuiltSteps, search: Search) -> Plans:
     recording, layers = adviser.recording, steps.layers
     now = search.result(search.now, search.numbers)
     layouts = f"{len(search.layouts)} cuts and placements, " if layers is not None else ""
@@ -105,7 +105,7 @@ def _plans(adviser: Adviser, steps: Steps, search: Search) -> Plans:
     )
 
 
-def _row(name: str, candidate: Candidate, search: Search, steps: Steps) -> Row:
+def _row(name: str, candidate: Candidate, search: Search, steps: RebuiltSteps) -> Row:
     now, result = search.result(search.now, search.numbers), search.result(candidate, search.numbers)
     saved = [Replays(column, 0).saved(now.seconds) for column in result.brackets]
     mean = Replays(result.seconds, 0).saved(now.seconds).value
@@ -138,7 +138,7 @@ def _row(name: str, candidate: Candidate, search: Search, steps: Steps) -> Row:
     )
 
 
-def _assumed(steps: Steps, search: Search) -> Iterator[str]:
+def _assumed(steps: RebuiltSteps, search: Search) -> Iterator[str]:
     """What candidates rest on."""
     if search.guessed is not None:
         guess = (

@@ -20,7 +20,7 @@ from rrfp.errors import ConfigError
 from rrfp.lab.advice.causes import factors_of, split_backward
 from rrfp.lab.advice.recorded import Recorded, RecordedStep, Rows, with_durations
 from rrfp.lab.advice.replays import joined
-from rrfp.lab.planning.layers import Layers, Layout
+from rrfp.lab.planning.layers import Layers, ModelLayout
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import B, F, Kind, Task, W
 
@@ -32,10 +32,10 @@ UNLIKE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What of a step is not as it was recorded; None: as it was."""
 
-    layout: Layout | None
+    layout: ModelLayout | None
     #: Of backward; of a trace that is not split, with which part of it as weight gradients.
     split: bool | None
     weight_part: float | None
@@ -43,7 +43,7 @@ class Shape:
     microbatches: int
 
 
-class Steps:
+class RebuiltSteps:
     """Makes steps by number: of the recorded layout as they were, or of any as they would be."""
 
     def __init__(self, recording: Recorded, layers: Layers | None, slow: Sequence[int] = ()) -> None:
@@ -65,7 +65,7 @@ class Steps:
         count = len(self._recorded)
         self.searched = range(count)
         self.judged = range(count) if layers is None else range(count, count + DRAWS * count)
-        self._known: dict[tuple[int, Layout | None, int], RecordedStep] = {}
+        self._known: dict[tuple[int, ModelLayout | None, int], RecordedStep] = {}
 
     @property
     def where(self) -> Placement:
@@ -73,7 +73,7 @@ class Steps:
         costs = self._costs
         return Placement(costs.stages, costs.chunks, "v" if costs.placement == "v" else "looped")
 
-    def step(self, shape: Shape, number: int) -> RecordedStep:
+    def step(self, shape: StepShape, number: int) -> RecordedStep:
         """One step."""
         key = (number, shape.layout, shape.microbatches)
         if (step := self._known.get(key)) is None:
@@ -156,7 +156,7 @@ class Steps:
             smooth = {kind: rows / parts[kind] for kind, rows in step.costs.durations.items()}
             self._smooth.append(replace(step, costs=with_durations(step.costs, smooth)))
 
-    def _rebuilt(self, step: RecordedStep, layout: Layout, number: int) -> RecordedStep:
+    def _rebuilt(self, step: RecordedStep, layout: ModelLayout, number: int) -> RecordedStep:
         """A step without jitter, on another layout and with jitter anew."""
         layers, where = self.layers, layout.where
         assert layers is not None

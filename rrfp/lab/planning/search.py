@@ -20,8 +20,8 @@ from rrfp.hints.registry import DEFAULT_HINT, HintSpec, check_order, default_hin
 from rrfp.lab.advice.advice import HINTS, Adviser
 from rrfp.lab.advice.causes import WEIGHT_PARTS
 from rrfp.lab.advice.replays import Method
-from rrfp.lab.planning.layers import Layout, balanced
-from rrfp.lab.planning.rebuilt import Shape, Steps
+from rrfp.lab.planning.layers import ModelLayout, balanced
+from rrfp.lab.planning.rebuilt import RebuiltSteps, StepShape
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Placement
 
@@ -46,7 +46,7 @@ MOST_TASKS = 2_000_000
 class Candidate:
     """One plan: a layout of the layers (None: as recorded), whether backward is split, M, and a method."""
 
-    layout: Layout | None
+    layout: ModelLayout | None
     split: bool
     microbatches: int
     method: Method
@@ -80,7 +80,7 @@ class Budget:
 class Search:
     """The candidates that were tried, and what they take."""
 
-    def __init__(self, adviser: Adviser, steps: Steps, budget: Budget, ran: Callable[[], object]) -> None:
+    def __init__(self, adviser: Adviser, steps: RebuiltSteps, budget: Budget, ran: Callable[[], object]) -> None:
         self._steps = steps
         self._budget = budget
         self._ran = ran
@@ -100,7 +100,7 @@ class Search:
         #: What was not tried, one line each.
         self.left_out: list[str] = []
         #: Layouts, and candidates, that were tried.
-        self.layouts: set[Layout] = set()
+        self.layouts: set[ModelLayout] = set()
         self.tried: set[Candidate] = set()
         #: The best first, on the steps that `results` are of.
         self.ranked: list[Candidate] = []
@@ -135,7 +135,7 @@ class Search:
             return known
         seconds, held, num_bytes = [], 0.0, 0
         for part in WEIGHT_PARTS if self._is_guessed(candidate) else (None,):
-            step = self._steps.step(Shape(candidate.layout, candidate.split, part, candidate.microbatches), number)
+            step = self._steps.step(StepShape(candidate.layout, candidate.split, part, candidate.microbatches), number)
             result = candidate.method.run(step.table())
             self._tasks += step.costs.num_tasks
             self._ran()
@@ -175,12 +175,12 @@ class Search:
         layers = self._steps.layers
         if layers is None:
             self.left_out.append("cut and placement: layer times are not known (--layers)")
-            self._best_layouts: list[Layout | None] = [None]
+            self._best_layouts: list[ModelLayout | None] = [None]
             return
-        best: dict[str, Layout] = {}
+        best: dict[str, ModelLayout] = {}
         for where in self._placements():
             tried = self._starts(where)
-            if self._is_over(f"layouts of {Layout(where, ()).placement}"):
+            if self._is_over(f"layouts of {ModelLayout(where, ()).placement}"):
                 continue
             best[where.layout if where.chunks > 1 else "one"] = self._climbed(tried)
         if not best:
@@ -209,7 +209,7 @@ class Search:
         if own.chunks > 2:
             yield own
 
-    def _starts(self, where: Placement) -> list[Layout]:
+    def _starts(self, where: Placement) -> list[ModelLayout]:
         layers, steps = self._steps.layers, self._steps
         assert layers is not None
         own = layers.layout
@@ -224,9 +224,11 @@ class Search:
         )
         cuts += [layers.even(where), balanced(steps.seconds(), where, steps.slow)]
         cuts.append(balanced(steps.seconds() + steps.spread(), where, steps.slow))
-        return [own if each == own.cuts and where == own.where else Layout(where, each) for each in dict.fromkeys(cuts)]
+        return [
+            own if each == own.cuts and where == own.where else ModelLayout(where, each) for each in dict.fromkeys(cuts)
+        ]
 
-    def _base(self, layout: Layout | None) -> Candidate:
+    def _base(self, layout: ModelLayout | None) -> Candidate:
         """A layout under the job's method, or the nearest that fits."""
         limit = self._method.limit
         if layout is not None and layout.where.chunks > 1 and limit == "1f1b":
@@ -235,7 +237,7 @@ class Search:
             limit = Limit(bytes=self._budget.num_bytes)
         return replace(self.now, layout=layout, method=replace(self._method, limit=limit))
 
-    def _climbed(self, starts: Sequence[Layout]) -> Layout:
+    def _climbed(self, starts: Sequence[ModelLayout]) -> ModelLayout:
         """The best of some layouts of one placement, and of neighbours."""
         best = self._race(starts)
         for _ in range(ROUNDS):
@@ -247,21 +249,21 @@ class Search:
             best = found
         return best
 
-    def _race(self, layouts: Sequence[Layout]) -> Layout:
+    def _race(self, layouts: Sequence[ModelLayout]) -> ModelLayout:
         self.layouts |= {*layouts}
         first = self._steps.searched[:FIRST_STEPS]
         early = {each: self._mean(self._base(each), first) for each in layouts}
         kept = [each for each in layouts if early[each] <= GIVEN_UP * min(early.values())]
         return min(kept, key=lambda each: self._mean(self._base(each)))
 
-    def _neighbours(self, layout: Layout) -> list[Layout]:
+    def _neighbours(self, layout: ModelLayout) -> list[ModelLayout]:
         """The most even of those that are one layer away, also of several cuts together, and were not tried."""
         layers, steps = self._steps.layers, self._steps
         assert layers is not None
         sums = np.concatenate([[0.0], np.cumsum(steps.seconds())])
         where, slow = layout.where, np.array(steps.slow)
 
-        def rating(each: Layout) -> tuple[float, float]:
+        def rating(each: ModelLayout) -> tuple[float, float]:
             work = np.zeros(where.stages)
             for v, part in enumerate(each.pieces(layers.count)):
                 work[where.stage_of(v)] += sums[part.stop] - sums[part.start]
@@ -274,7 +276,7 @@ class Search:
                 for by in (-1, 1):
                     cuts = [cut + by * (start <= n < stop) for n, cut in enumerate(layout.cuts)]
                     if all(a < b for a, b in pairwise((0, *cuts, layers.count))):
-                        found.add(Layout(where, tuple(cuts)))
+                        found.add(ModelLayout(where, tuple(cuts)))
         return sorted(found - self.layouts, key=lambda each: (rating(each), each.cuts))[:NEIGHBOURS]
 
     # Methods.
@@ -364,7 +366,7 @@ class Search:
         else:
             self.left_out.append("torch's ZBV: it needs layer times and two chunks a stage")
 
-    def _layouts_of(self, chunks: int, layout: str = "looped") -> list[Layout | None]:
+    def _layouts_of(self, chunks: int, layout: str = "looped") -> list[ModelLayout | None]:
         """The recorded one and the best of a placement, where they are of it."""
         if self._steps.layers is None:
             return [None]
@@ -380,7 +382,7 @@ class Search:
         own = [recorded] if recorded in fit else []
         return [*dict.fromkeys([*own, *([] if best is None else [best])])]
 
-    def _strict(self, name: str, layout: Layout | None, *, split: bool) -> Candidate:
+    def _strict(self, name: str, layout: ModelLayout | None, *, split: bool) -> Candidate:
         method = Method(None, None, name)
         return Candidate(layout, split, self._costs.microbatches, method)
 

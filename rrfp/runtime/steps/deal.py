@@ -16,7 +16,7 @@ WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplicaPace:
     """How fast a replica is, in seconds for a unit of size."""
 
     #: Its slowest stage.
@@ -25,7 +25,7 @@ class Pace:
     rest: float
 
     @classmethod
-    def of(cls, stages: Sequence[float]) -> Pace:
+    def of(cls, stages: Sequence[float]) -> ReplicaPace:
         """Of a replica whose stages take so many seconds for a unit."""
         return cls(max(stages), sum(stages) - max(stages))
 
@@ -74,7 +74,7 @@ class Deal:
         return [found[Home(replica, m)] for m in range(self.given(replica))]
 
 
-def dealt(sizes: Sequence[Sequence[float]], paces: Sequence[Pace]) -> Deal:
+def dealt(sizes: Sequence[Sequence[float]], paces: Sequence[ReplicaPace]) -> Deal:
     """A deal in which the slowest replica is as fast as single moves make it, and each runs one microbatch at least.
 
     As the callers have them where that gains less than `WORTH`. For microbatches of one size no deal is faster.

@@ -28,7 +28,7 @@ from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
-from rrfp.runtime.steps.deal import Deal, Home, Pace, dealt
+from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
 from rrfp.runtime.steps.plan import Plan
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.transports.base import Channel, Message, MessageKind
@@ -71,14 +71,14 @@ class Paces:
             samples.append(report.breakdown.compute / (report.size if are_sized else max(1, report.microbatches)))
         self.are_sized = are_sized
 
-    def by_replica(self) -> list[Pace] | None:
+    def by_replica(self) -> list[ReplicaPace] | None:
         """None before a few steps have ended."""
         if len(self._samples[0]) < FEW:
             return None
         stages: dict[int, list[float]] = {}
         for replica, samples in zip(self._replica_of, self._samples, strict=True):
             stages.setdefault(replica, []).append(median(samples))
-        return [Pace.of(stages[replica]) for replica in sorted(stages)]
+        return [ReplicaPace.of(stages[replica]) for replica in sorted(stages)]
 
 
 class Dealer:
