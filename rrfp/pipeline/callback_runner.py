@@ -131,7 +131,6 @@ class CallbackRunner:
         outcome.add_done_callback(self._wake)
 
     def stalled(self, text: str) -> None:
-        """See `Observer`."""
         with self._changed:
             if self._thread is None or self._has_ended or self._abort is not None:
                 return
@@ -143,7 +142,6 @@ class CallbackRunner:
             self._changed.notify()
 
     def aborted(self, origin: Origin) -> None:
-        """See `Observer`."""
         with self._changed:
             if self._abort is None and not self._has_ended:
                 self._abort = RunAborted(time.time(), self._step, origin)

@@ -30,9 +30,7 @@ PLAN = "plan"
 class Plan:
     """What a plan decides."""
 
-    #: N.
     stages: int
-    #: C.
     chunks: int
     placement: Literal["looped", "v"]
     #: A name, or ``file.py:attribute``.

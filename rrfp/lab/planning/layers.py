@@ -68,7 +68,6 @@ class Layers:
 
     @property
     def count(self) -> int:
-        """Layers."""
         return len(self.names) - 2
 
     def even(self, where: Placement) -> tuple[int, ...]:

@@ -243,7 +243,6 @@ class _Reader:
 
 
 def _read(reader: Reader, name: str, data: dict[str, Any], prefix: str = "", *span: float) -> Any:
-    """The field ``name`` of ``data``."""
     if name not in data:
         raise ValueError(f"{prefix}{name} is missing")
     return reader(f"{prefix}{name}", data[name], *span, error=value_error)

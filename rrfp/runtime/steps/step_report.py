@@ -256,7 +256,6 @@ class StepReporter:
         self.has_losses = topology.stage in stages
         #: Whether it adds the weights of its replica to that sum: one of those with losses does.
         self._gives_weights = topology.stage == min(stages) and topology.mesh.is_first(topology.rank)
-        #: The parts with losses of their own.
         self._parts = () if context.model is None else context.model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
