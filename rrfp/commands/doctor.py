@@ -350,7 +350,6 @@ def _torchrun() -> str:
     return str(script) if script.exists() else f"{sys.executable} -m torch.distributed.run"
 
 
-#: By name: the look, and whether the part is required.
 def _secret() -> str:
     from rrfp.transports.secret import Secret
 
@@ -360,6 +359,7 @@ def _secret() -> str:
     return f"in {secret.origin}: tcp connections are authenticated and encrypted"
 
 
+#: By name: the look, and whether the part is required.
 _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "python": (_python, True),
     "platform": (platform.platform, True),
