@@ -43,7 +43,8 @@ class Plan:
     def read(cls, spec: PlanSpec) -> Self:
         """The plan in a file, or in what was in one; a ConfigError names the file and the field."""
         if isinstance(spec, Mapping):
-            document, name = spec, PLAN
+            document: Any = spec
+            name = PLAN
         else:
             path = path_of("plan", spec)
             name = f"plan: {path}"

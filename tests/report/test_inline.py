@@ -35,11 +35,10 @@ def step() -> StepTrace:
 
 def test_a_box_for_each_task_where_it_ran_and_the_idle_causes_by_name(step: StepTrace) -> None:
     text = step._repr_html_()
-    drawn, longest = boxes(text), max(step.tasks, key=lambda span: span.end - span.start)
-    label = {"F": "forward", "B": "backward", "W": "weight gradient"}
-    scale = drawn[f"{longest.task}: {label[longest.task.kind]}"][1] / (longest.end - longest.start)
-    for span in step.tasks:
-        left, width = drawn[f"{span.task}: {label[span.task.kind]}"]
+    drawn, label = boxes(text), {"F": "forward", "B": "backward", "W": "weight gradient"}
+    own = [drawn[f"{span.task}: {label[span.task.kind]}"] for span in step.tasks]
+    scale = sum(width for _, width in own) / sum(span.end - span.start for span in step.tasks)
+    for span, (left, width) in zip(step.tasks, own, strict=True):
         assert width == pytest.approx((span.end - span.start) * scale, abs=0.02)
         assert left - drawn["F0@0: forward"][0] == pytest.approx((span.start - step.tasks[0].start) * scale, abs=0.02)
     causes = {wait.cause for stage in range(4) for wait in idle_waits(step, stage)}

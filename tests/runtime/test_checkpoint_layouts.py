@@ -15,7 +15,7 @@ from fork_server import fork_server
 from runtime.checkpoint_ranks import LAYERS, Run, adamw, layer, microbatches
 from runtime.toys import TOLERANCE, loss_fn
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rrfp import checkpoint
 from rrfp.model.placement import Layout

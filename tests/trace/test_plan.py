@@ -188,7 +188,7 @@ def test_a_budget_in_bytes_holds_for_every_row(tmp_path: Path, planned: Any) -> 
     for row in tight.rows:
         assert 0 < row.num_bytes <= free.best.num_bytes // 2
         assert row.plan is not None
-        assert row.plan.limit.bytes == free.best.num_bytes // 2  # type: ignore[union-attr]
+        assert row.plan.limit.bytes == free.best.num_bytes // 2
     assert tight.best.seconds >= free.best.seconds
     none = plans_on(tmp_path, replace(request, memory="1B", tasks=1))
     assert none.best is None

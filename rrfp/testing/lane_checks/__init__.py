@@ -58,4 +58,4 @@ async def run_lane_checks(make_lane: MakeLane) -> dict[str, str]:
     return await run_checks(ALL_CHECKS, make_lane)
 
 
-_, __getattr__, _ = lazy_names(__name__, PUBLIC[__name__])
+_names, __getattr__, _dir = lazy_names(__name__, PUBLIC[__name__])
