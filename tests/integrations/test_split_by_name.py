@@ -363,6 +363,24 @@ class Frozen(Plain):
         return self.second(y)  # type: ignore[no-any-return]
 
 
+class Rounded(torch.autograd.Function):
+    """Passes gradients straight through, which torch.fx would not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Rounding(Plain):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        y: Tensor = self.second(Rounded.apply(self.first(x)))
+        return y
+
+
 class Recomputing(Plain):
     def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
         y: Tensor = checkpoint(self.first, x, use_reentrant=False)
@@ -374,7 +392,8 @@ class Recomputing(Plain):
     [
         (Half, "it enters torch.autocast"),
         (Whole, "it enters torch.autocast"),
-        (Frozen, "it switches gradients off for a part of itself"),
+        (Frozen, "it computes something without gradients, or in an autograd.Function"),
+        (Rounding, "it computes something without gradients, or in an autograd.Function"),
         (Recomputing, "it checkpoints activations, or has other hooks for saved tensors"),
     ],
 )

@@ -211,7 +211,7 @@ class _Follower(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if torch.is_grad_enabled() != self._has_gradients:
-            raise TypeError("it switches gradients off for a part of itself")
+            raise TypeError("it computes something without gradients, or in an autograd.Function")
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
