@@ -194,6 +194,11 @@ def test_statistics_that_two_parts_would_keep_are_refused() -> None:
     with pytest.raises(rrfp.ConfigError, match=wanted):
         rrfp.split(nn.Sequential(norm, nn.Tanh(), norm), 2)
     assert len(rrfp.split(nn.Sequential(norm, norm, nn.Tanh()), 2, cuts=[2])) == 2
+    constant = nn.Sequential(nn.BatchNorm1d(WIDTH))
+    constant.register_buffer("shift", torch.zeros(WIDTH))
+    other = nn.Tanh()
+    other.register_buffer("shift", constant.get_buffer("shift"))
+    assert len(rrfp.split(nn.Sequential(constant, other), 2)) == 2
 
 
 def test_layers_that_write_their_inputs_are_measured() -> None:

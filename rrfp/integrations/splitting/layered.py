@@ -125,7 +125,8 @@ def check_shared_buffers(layered: Layered, parts: Sequence[nn.Module]) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is None or holders.setdefault(id(buffer), index) == index:
                     continue
-                if id(buffer) in written or writes_buffers_in_forward(module):
+                is_norm = not module._modules and writes_buffers_in_forward(module)
+                if is_norm or id(buffer) in written:
                     raise ConfigError(
                         f"model is a {type(layered.model).__name__} whose forward writes the buffer "
                         f"{'.'.join(filter(None, (path, name)))!r}, which parts {holders[id(buffer)]} and {index} both "
