@@ -377,7 +377,7 @@ class Rounded(torch.autograd.Function):
 
 class Rounding(Plain):
     def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
-        y: Tensor = self.second(Rounded.apply(self.first(x)))
+        y: Tensor = self.second(Rounded.apply(self.first(x)))  # type: ignore[no-untyped-call]
         return y
 
 
@@ -433,9 +433,9 @@ class Adding(Plain):
         total += 1
         y = z = self.first(x) * length
         y += total
-        w = self.second(y)
+        w = self.second(y * 2 + z)
         y -= 0.5
-        return z + w + y  # type: ignore[no-any-return]
+        return w * y  # type: ignore[no-any-return]
 
 
 def test_augmented_assignments_write_as_in_the_whole() -> None:

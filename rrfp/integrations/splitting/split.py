@@ -255,6 +255,7 @@ def check_parts(layered: Layered, parts: Sequence[nn.Module], sample: Sample) ->
     with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):
         output, loss = layered.run(sample)
         wanted = _results(output, loss, learning)
+    with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):
         output = _output(layered, parts, sample)
         if loss is not None and layered.loss_fn is not None:
             loss = layered.loss_fn(output, sample.target)

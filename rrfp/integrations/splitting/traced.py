@@ -215,7 +215,7 @@ class _Follower(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
-        made = super().create_arg(a)
+        made: Any = super().create_arg(a)
         if not isinstance(a, Tensor):
             return made
         self._used.append((a, a._version))
@@ -475,7 +475,8 @@ def _attributes(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None
 @contextmanager
 def _contexts_refused(tracer: _Follower) -> Iterator[None]:
     """Within, a forward that enters one of `_CONTEXTS` is refused: symbols have no values to compute there."""
-    own = {context: context.__enter__ for context in _CONTEXTS}
+    enter = "__enter__"
+    own = {context: getattr(context, enter) for context in _CONTEXTS}
 
     def refusing(context: type) -> Callable[[Any], Any]:
         def entered(self: Any) -> Any:
@@ -486,11 +487,11 @@ def _contexts_refused(tracer: _Follower) -> Iterator[None]:
 
     try:
         for context in own:
-            context.__enter__ = refusing(context)
+            setattr(context, enter, refusing(context))
         yield
     finally:
-        for context, enter in own.items():
-            context.__enter__ = enter
+        for context, entered in own.items():
+            setattr(context, enter, entered)
 
 
 @contextmanager
