@@ -93,6 +93,8 @@ class Plan:
         for name, value in own.items():
             if passed.get(name) not in (None, value):
                 raise ConfigError(f"{name} is {passed.get(name)!r} beside a plan with {value!r}: must not be passed")
+        if self.cuts is not None:  # ranks with plans of different cuts are not of one model
+            own["partition"] = passed.get("partition") or f"{self.layers} layers, cut at {list(self.cuts)}"
         return cast("OptionArguments", {**passed, **own})
 
     def layers_of(self, stage: int) -> tuple[range, ...] | None:

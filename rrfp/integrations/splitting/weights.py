@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from rrfp.compute.without_values import is_empty, note_empty, without_values
@@ -180,6 +181,7 @@ def _filling(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
     with torch.no_grad():
         if not tensor.is_meta:
             yield tensor
+            increment_version(tensor)  # files are read into memory behind torch's back
             return
         filled = torch.empty_like(tensor, device=device)
         yield filled

@@ -221,7 +221,7 @@ class Dealer:
         batch = plan.batch_of(self._topology.stage)
         lists = {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
         weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
-        lists |= {"weights": weights, "sizes": plan.sizes}
+        lists |= {"weights": weights, "sizes": plan.sizes, "grad_scales": _factors_of(batch).grad_scales}
         packed = []
         for m in microbatches:
             fields = {name: own[m] for name, own in lists.items() if own is not None}
@@ -263,13 +263,14 @@ class Dealer:
             return [*kept, *(blank if each is None else each for each in others)]
 
         weights, sizes = joined("weights", plan.weights, 1.0), joined("sizes", plan.sizes)
-        factors = batch.gradient_weights
-        assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+        factors = _factors_of(batch)
+        grad_scales = joined("grad_scales", factors.grad_scales)
+        assert grad_scales is not None
         new = Batch(
             joined("inputs", batch.inputs),
             joined("targets", batch.targets),
             joined("kwargs", batch.kwargs, {}),
-            factors.dealt(weights, count),
+            factors.dealt(weights, grad_scales),
             batch.return_outputs,
             batch.training_step,
             {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes)},
@@ -304,7 +305,15 @@ def _fields(payload: Payload) -> _Fields:
         value = fields.get(name)
         if value is not None and not (type(value) is float and value >= 0):
             raise ProtocolError(f"a microbatch arrived with {name} {value!r:.80}, must be a float >= 0")
+    if type(scale := fields.get("grad_scales")) is not float:
+        raise ProtocolError(f"a microbatch arrived with grad_scales {scale!r:.80}, must be a float")
     return fields
+
+
+def _factors_of(batch: Batch) -> SharedGradientWeights:
+    factors = batch.gradient_weights
+    assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+    return factors
 
 
 def _ones(counts: Sequence[int]) -> list[list[float]]:
