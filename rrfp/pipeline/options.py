@@ -25,6 +25,7 @@ from rrfp.hints.registry import HintSpec, check_order, create_hint, create_stric
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
 from rrfp.runtime.context import Coordination
+from rrfp.runtime.steps.plan import StepArguments
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
 from rrfp.transports.registry import TRANSPORTS, TransportSpec
 
@@ -397,8 +398,13 @@ def _check_names(passed: OptionArguments, arguments: str) -> None:
     if not unknown:
         return
     known = [*table, *filter(None, arguments.split(", "))]
-    texts = ", ".join(misspelt(name, known) for name in unknown)
-    if all(nearest_to(name, known) for name in unknown):
+    # Torch's schedules take n_microbatches when they are made.
+    of_step = [name for name in unknown if name.removeprefix("n_") in StepArguments.__annotations__]
+    texts = ", ".join(
+        f"{name!r} (write step(..., {name.removeprefix('n_')}=...))" if name in of_step else misspelt(name, known)
+        for name in unknown
+    )
+    if all(name in of_step or nearest_to(name, known) for name in unknown):
         rest = ": docs/reference/options.md has all"
     else:
         rest = f", must be one of: {', '.join(table)}" + (f"; or an argument: {arguments}" if arguments else "")

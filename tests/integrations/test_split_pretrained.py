@@ -274,6 +274,13 @@ def test_a_folder_that_is_no_path_is_refused(folder: Any) -> None:
         rrfp.split([nn.Linear(1, 1)], 1).load_pretrained(folder)
 
 
+def test_a_device_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    split = rrfp.split([nn.Linear(1, 1)], 1)
+    for each in (split, split[0]):
+        with pytest.raises(rrfp.ConfigError, match=r"^device is 'gpu', must be 'cpu', 'cuda', 'cuda:<index>' or a tor"):
+            each.load_pretrained(tmp_path, device="gpu")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("index", range(4))
 def test_a_rank_holds_its_part_and_a_skeleton(index: int, tmp_path: Path) -> None:

@@ -220,9 +220,11 @@ def test_ranks_that_measure_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_topology_of_another_size_is_refused() -> None:
     parts = rrfp.split(blocks(), 2)
-    wanted = r"^topology is stage 1 of 3, must be stage 1 of 2, as this part of the split$"
-    with pytest.raises(rrfp.ConfigError, match=wanted):
+    wanted = r"^topology is stage 1 of 3, must be stage 1 of 2, as this part of the split: start 2 ranks a replica, or "
+    with pytest.raises(rrfp.ConfigError, match=wanted + r"split the model into 3$"):
         parts[1].pipeline(rrfp.Topology(1, 3))
+    with pytest.raises(rrfp.ConfigError, match=r"must be stage 1 of 2, as this part of the split$"):
+        parts[1].pipeline(rrfp.Topology(0, 2))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tise": {}}, "unknown option 'tise' (did you mean 'ties'?): docs/"),
     ({"hints": "bf", "zzz": 1}, "'hints' (did you mean 'hint'?), 'zzz', must be one of: transport, hint"),
     ({"zzz": 1}, "unknown option 'zzz', must be one of: transport, hint"),
+    ({"microbatches": 8}, "unknown option 'microbatches' (write step(..., microbatches=...)): docs/reference/opt"),
+    ({"n_microbatches": 8, "zzz": 1}, "(write step(..., microbatches=...)), 'zzz', must be one of: transport, hint"),
     ({"hint": "best"}, "hint is 'best', must be one of: bf, fb"),
     ({"hint": "slotaware"}, "hint is 'slotaware' (did you mean 'slot-aware'?), must be one of: bf, fb"),
     ({"hint": "best"}, "interleaved-1f1b, zb-h1, zb-v, or a subclass of rrfp.Hint or its instance"),

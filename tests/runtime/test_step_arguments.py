@@ -98,6 +98,10 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"weights": torch.ones(2)},
         "weights is of type Tensor, must be a list with one entry a microbatch: write weights.tolist()",
     ),
+    (
+        {"inputs": torch.zeros(8).numpy(), "microbatches": 2},
+        "inputs is of type ndarray, must be a list with one entry a microbatch, or what can be cut: a tensor, or a dict",
+    ),
     ({"inputs": (torch.zeros(8),) * 3}, "; if inputs is a whole batch, pass microbatches=8 too"),
     ({"kwargs": {0: [{}, None]}}, "kwargs[0][1] is of type NoneType, must be a dict"),
     ({"kwargs": {2: [{}, {}]}}, "kwargs names the stage 2, must be one of: 0, 1"),

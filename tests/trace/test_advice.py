@@ -307,8 +307,9 @@ def test_what_the_trace_does_not_say_is_assumed_aloud(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"left": 4}, "has 4 training step(s) to replay, must have at least 5: record more (the option trace_steps)"),
+        ({"left": 4}, "has 4 training step(s) to replay, must have at least 5: train more before save_trace, which"),
         ({"core_wait": 0.3}, "tasks shared cores: a stage's thread waited for one for "),
+        ({"core_wait": 0.3}, "no more ranks than the host has idle cores, with OMP_NUM_THREADS=1; rrfp trace says"),
         ({"job": {"hint": "bf", "is_serial": True}}, "all stages ran in one process, whose tasks run one at a time"),
         ({"job": {"hint": "mine"}}, "hint is 'mine', must be one of"),
         ({"job": {"hint": "bf", "limit": "all"}}, "limit is 'all', must be a number of microbatches or one of"),

@@ -160,6 +160,19 @@ def test_the_search_comes_within_three_percent_of_trying_all(
         assert found <= 1.03 * best_of_all(weights, head, methods)
 
 
+def test_the_table_says_how_to_read_its_layers_and_leaves_out_columns_of_zeros(planned: Any) -> None:
+    text = str(planned)
+    assert any("*" in row.layers for row in planned.rows)
+    assert "\nLayers: 4*2 stands for two virtual stages of four layers each, one after the other.\n" in text
+    assert " 0 MB" not in text
+    few = replace(planned, rows=planned.rows[:1], peers=(), guessed=None)
+    few = replace(few, rows=(replace(few.rows[0], layers="1 2 3"),), now=replace(few.now, layers="3 2 1"))
+    assert "Layers:" not in str(few)
+    small, large = (replace(few, now=replace(few.now, num_bytes=each)) for each in (499_999, 7_600_000))
+    assert "  bytes  " not in str(small)
+    assert "  8 MB  " in str(large)
+
+
 def test_no_plan_rests_on_weight_gradients_that_nobody_has_measured(tmp_path: Path, planned: Any) -> None:
     assert not any(row.plan is not None and row.plan.split for row in planned.rows)
     assert planned.guessed is not None
@@ -275,12 +288,14 @@ def test_megatron_reads_its_string(tmp_path: Path) -> None:
         ({"layers": 3}, "layers is 3, must be a list"),
         ({"after": {"names": []}}, "after.forward is absent"),
         ({"more": 1}, "'more' is unknown, must be one of: stages"),
+        (None, "layers.json: must be a JSON object with layers, as stages.save_layers of rrfp.split writes it"),
     ],
 )
 def test_a_file_of_layers_that_does_not_fit_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     request = files(tmp_path, even())
     document = json.loads((tmp_path / "layers.json").read_text())
-    (tmp_path / "layers.json").write_text(json.dumps({**document, **change}))
+    changed = {"traceEvents": []} if change is None else {**document, **change}
+    (tmp_path / "layers.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigError) as refused:
         plans_on(tmp_path, request)
     assert message in str(refused.value)

@@ -68,9 +68,11 @@ class SplitStage:
         """
         own = _topology(topology, mesh, options)
         if (own.stage, own.stages) != (self.index, self.stages):
+            way = "split the model" if self.plan is None else "record and plan the model split"
+            rest = f": start {self.stages} ranks a replica, or {way} into {own.stages}"
             raise ConfigError(
                 f"topology is stage {own.stage} of {own.stages}, must be stage {self.index} of {self.stages}, as this "
-                "part of the split"
+                f"part of the split{rest if own.stages != self.stages else ''}"
             )
         defaults = {
             "placement": self.placement,
@@ -160,7 +162,7 @@ class SplitStage:
             ConfigError: if the folder cannot be read, lacks an entry or has another shape or an unfit dtype for it, or
                 a buffer remains that nothing has filled; names it.
         """
-        load(self.chunks, self.weights, folder, f"stage {self.index}", torch.device(device or "cpu"))
+        load(self.chunks, self.weights, folder, f"stage {self.index}", device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ class Split(Sequence[SplitStage]):
             ConfigError: as there.
         """
         chunks = [chunk for stage in self for chunk in stage.chunks]
-        load(chunks, self[0].weights, folder, "the model", torch.device(device or "cpu"))
+        load(chunks, self[0].weights, folder, "the model", device)
 
     @overload
     def __getitem__(self, index: int) -> SplitStage: ...

@@ -17,6 +17,7 @@ from rrfp.compute.without_values import is_empty, note_empty, without_values
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.hub_folder import Entry, HubFolder, first_of
 from rrfp.log import get_logger
+from rrfp.plain import shown
 
 logger = get_logger(__name__)
 
@@ -97,12 +98,16 @@ def load(
     weights: Weights,
     folder: str | os.PathLike[str],
     owner: str,
-    device: torch.device,
+    where: torch.device | str | None,
 ) -> None:
     """Fill all parameters and buffers of ``parts``, called ``owner`` in errors, from a folder of the Hub.
 
-    Tensors on the meta device get memory on ``device``. All stay the objects that they are, so ties are kept.
+    Tensors on the meta device get memory there. All stay the objects that they are, so ties are kept.
     """
+    try:
+        device = torch.device("cpu" if where is None else where)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device is {shown(where)}, must be 'cpu', 'cuda', 'cuda:<index>' or a torch.device") from None
     wanted, stored = entries_of(parts), HubFolder(folder)
     recipes: dict[str, Recipe] = {}
     for recipe in weights.recipes(stored.names, parts[0]):

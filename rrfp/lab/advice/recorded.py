@@ -121,8 +121,8 @@ def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> 
     if len(pairs) < LEAST_STEPS:
         beside = f" beside those left out ({', '.join(reasons)})" if reasons else ""
         raise ConfigError(
-            f"{name} has {len(pairs)} training step(s) to replay{beside}, must have at least {LEAST_STEPS}: record "
-            "more (the option trace_steps)"
+            f"{name} has {len(pairs)} training step(s) to replay{beside}, must have at least {LEAST_STEPS}: train "
+            "more before save_trace, which has the newest 16 steps (the option trace_steps)"
         )
     for trace, step in pairs:
         if step.shape != pairs[-1][1].shape:
@@ -168,7 +168,8 @@ def check_cores(name: str, recording: Recorded) -> None:
     if (part := recording.core_wait()) is not None and part > MOST_CORE_WAIT:
         raise ConfigError(
             f"{name}: tasks shared cores: a stage's thread waited for one for {part:.0%} of the time of its tasks, "
-            f"must be at most {MOST_CORE_WAIT:.0%}: run fewer ranks on a host, or set OMP_NUM_THREADS=1"
+            f"must be at most {MOST_CORE_WAIT:.0%}: run no more ranks than the host has idle cores, with OMP_NUM_THREADS=1; "
+            "rrfp trace says where the time went all the same"
         )
 
 

@@ -104,8 +104,8 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
     """Read the file of `Split.save_layers`; a ConfigError names the file and the field."""
     name = os.fspath(path)
     document = read_json(path)
-    if not isinstance(document, dict):
-        raise ConfigError(f"{name}: must be a JSON object, as stages.save_layers of rrfp.split writes it")
+    if not isinstance(document, dict) or "layers" not in document:
+        raise ConfigError(f"{name}: must be a JSON object with layers, as stages.save_layers of rrfp.split writes it")
 
     def fault(field: str, reason: str) -> ConfigError:
         return ConfigError(f"{name}: {field} {reason}")

@@ -115,7 +115,10 @@ class Plans:
         lines += [f"a step took {duration(self.measured)}; replayed {duration(self.predicted)} {ratio}{rebuilt}"]
         lines += [f"  doubtful, as it is off by more than {DOUBTFUL:.0%}: {self.doubt}"] if self.doubt else []
         beside = [] if self.guessed is None else [self.guessed]
-        lines += ["", *_table([*self.rows, self.now, *beside, *self.peers])]
+        rows = [*self.rows, self.now, *beside, *self.peers]
+        lines += ["", *_table(rows)]
+        if any("*" in row.layers for row in rows):
+            lines += ["", "Layers: 4*2 stands for two virtual stages of four layers each, one after the other."]
         if self.best is None:
             lines += ["", "No candidate holds as little as the budget allows."]
         for name, cut in () if self.best is None else self.best.others.items():
@@ -133,7 +136,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     heads = ("", "predicted", "saved", "held", "bytes", "placement", "layers", "settings")
     cells = [heads]
     for row in rows:
-        num_bytes = f"{row.num_bytes / 1e6:.0f} MB" if row.num_bytes else ""
+        num_bytes = f"{row.num_bytes / 1e6:.0f} MB" if row.num_bytes >= 5e5 else ""
         figures = (row.name, duration(row.seconds), str(row.saved), f"{row.held:g}", num_bytes)
         cells.append((*figures, row.placement, row.layers, row.settings))
     kept = [n for n in range(len(heads)) if n == 0 or any(line[n] for line in cells[1:])]

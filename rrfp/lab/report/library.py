@@ -100,6 +100,7 @@ def main() -> None:
     """Fetch it, or say in one line why not; neither is a failure of the set-up."""
     try:
         fetch()
+        sys.stdout.write(f"{NAME} {VERSION}, which rrfp report draws with, is here\n")
     except MissingLibraryError as error:
         sys.stderr.write(f"{error}\n")
 

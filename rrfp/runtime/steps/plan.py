@@ -328,6 +328,8 @@ def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
         if not isinstance(values, Sequence) or isinstance(values, str | bytes) or is_named(values):
             is_numbers = name in ("weights", "sizes") and isinstance(values, Tensor)
             cut = f"; {_CUT}" if is_batch(values) and name.startswith(_CAN_BE_CUT) else ""
+            if microbatches is not None and name.startswith(_CAN_BE_CUT):
+                cut = ", or what can be cut: a tensor, or a dict or tuple of tensors"
             line = f": write {name}.tolist()" if is_numbers else cut
             raise ConfigError(
                 f"{name} is of type {type(values).__name__}, must be a list with one entry a microbatch{line}"
