@@ -60,8 +60,9 @@ def test_what_keeps_it_from_being_fetched_is_one_line_and_no_failure(
 def test_the_file_says_that_the_library_is_here(checkout: Path, tmp_path: Path) -> None:
     if not library.PACKAGE.exists():
         pytest.skip(f"{library.NAME} {library.VERSION}, which make setup fetches with npm, is not here")
+    programs = npm(tmp_path / "bin", f'/bin/cp {library.PACKAGE} "$4"')
     for _ in range(2):  # the second time it was here before
-        done = fetched(checkout, npm(tmp_path / "bin", f'/bin/cp {library.PACKAGE} "$4"'))
+        done = fetched(checkout, programs)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == f"{library.NAME} {library.VERSION}, which rrfp report draws with, is here\n"
 
