@@ -100,7 +100,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"inputs": torch.zeros(8).numpy(), "microbatches": 2},
-        "inputs is of type ndarray, must be a list with one entry a microbatch, or what can be cut: a tensor, or a dict",
+        "inputs is of type ndarray, must be a list with one entry a microbatch, or what can be cut: a tensor, or",
     ),
     ({"inputs": (torch.zeros(8),) * 3}, "; if inputs is a whole batch, pass microbatches=8 too"),
     ({"kwargs": {0: [{}, None]}}, "kwargs[0][1] is of type NoneType, must be a dict"),

@@ -107,7 +107,8 @@ def load(
     try:
         device = torch.device("cpu" if where is None else where)
     except (RuntimeError, TypeError):
-        raise ConfigError(f"device is {shown(where)}, must be 'cpu', 'cuda', 'cuda:<index>' or a torch.device") from None
+        allowed = "'cpu', 'cuda', 'cuda:<index>' or a torch.device"
+        raise ConfigError(f"device is {shown(where)}, must be {allowed}") from None
     wanted, stored = entries_of(parts), HubFolder(folder)
     recipes: dict[str, Recipe] = {}
     for recipe in weights.recipes(stored.names, parts[0]):

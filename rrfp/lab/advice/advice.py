@@ -357,7 +357,8 @@ class Adviser:
     def _cut(self) -> Iterator[Setting]:
         if self._stages > 1 and self._work.all():
             even = causes.with_work(self._steps, np.full_like(self._work, self._work.mean()))
-            replays, text = self._replay(self.method, even), 'a cut by layer times, of rrfp.split(cuts="times") or rrfp plan,'
+            replays = self._replay(self.method, even)
+            text = 'a cut by layer times, of rrfp.split(cuts="times") or rrfp plan,'
             yield self._setting("stage imbalance", self._imbalance(), text, replays, is_bound=True)
 
     def _coordination(self) -> Iterator[Setting]:

@@ -168,8 +168,8 @@ def check_cores(name: str, recording: Recorded) -> None:
     if (part := recording.core_wait()) is not None and part > MOST_CORE_WAIT:
         raise ConfigError(
             f"{name}: tasks shared cores: a stage's thread waited for one for {part:.0%} of the time of its tasks, "
-            f"must be at most {MOST_CORE_WAIT:.0%}: run no more ranks than the host has idle cores, with OMP_NUM_THREADS=1; "
-            "rrfp trace says where the time went all the same"
+            f"must be at most {MOST_CORE_WAIT:.0%}: run no more ranks than the host has idle cores, with "
+            "OMP_NUM_THREADS=1; rrfp trace says where the time went all the same"
         )
 
 
