@@ -39,7 +39,7 @@ SEARCHES = {
 def test_an_old_address_leads_to_a_heading_that_exists(old: str) -> None:
     page, _, anchor = REDIRECTS[old].partition("#")
     assert not (DOCS / old).exists()
-    converter = Markdown(extensions=["toc", "fenced_code"])
+    converter = Markdown(extensions=["toc", "pymdownx.superfences"])
     assert f'id="{anchor}"' in converter.convert((DOCS / page).read_text())
 
 
