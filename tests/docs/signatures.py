@@ -11,36 +11,23 @@ from typing import Any
 import griffe
 
 
-def fields(function: griffe.Function, variadic: griffe.Parameter) -> list[griffe.Attribute]:
-    """The documented fields of the typed dict that a parameter unpacks, those of its bases first."""
-    annotation = variadic.annotation
-    if not isinstance(annotation, griffe.ExprSubscript) or annotation.canonical_path != "typing.Unpack":
-        return []
-    unpacked = function.modules_collection[annotation.slice.canonical_path]
-    unpacked = unpacked.final_target if unpacked.is_alias else unpacked
-    found = [each for owner in reversed([unpacked, *unpacked.mro()]) for each in owner.attributes.values()]
-    return found if all(each.docstring for each in found) else []
+def canonical(unpack: griffe.ExprSubscript) -> str:
+    """The path of the typed dict in ``Unpack[...]``."""
+    assert isinstance(unpack.slice, griffe.Expr)
+    return unpack.slice.canonical_path
 
 
-class UnpackedArguments(griffe.Extension):
-    """Replaces a variadic parameter, in the signature and in the docstring's table."""
+class UnpackedArguments(griffe.UnpackTypedDictExtension):
+    """griffe's own extension, for typed dicts that explain each field."""
 
-    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        for variadic in list(func.parameters):
-            if variadic.kind is not griffe.ParameterKind.var_keyword or not (found := fields(func, variadic)):
-                continue
-            sections = func.docstring.parsed if func.docstring else []  # before its parameter goes: it is checked
-            del func.parameters[variadic.name]
-            for each in found:
-                parameter = griffe.Parameter(
-                    each.name, annotation=each.annotation, kind=griffe.ParameterKind.keyword_only, default="..."
-                )
-                func.parameters[each.name] = parameter
-            for section in sections:
-                if isinstance(section, griffe.DocstringSectionParameters):
-                    section.value = [row for row in section.value if row.name.lstrip("*") != variadic.name]
-                    section.value += [
-                        griffe.DocstringParameter(each.name, description=each.docstring.value, annotation=each.annotation)
-                        for each in found
-                        if each.docstring
-                    ]
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Leave the typed dicts themselves as they are."""
+
+    def on_function(self, *, func: griffe.Function, **more: Any) -> None:
+        for parameter in func.parameters:
+            annotation = parameter.annotation
+            if isinstance(annotation, griffe.ExprSubscript) and annotation.canonical_path == "typing.Unpack":
+                unpacked = func.modules_collection[canonical(annotation)]
+                if not all(each.docstring for each in unpacked.attributes.values()):
+                    return
+        super().on_function(func=func, **more)

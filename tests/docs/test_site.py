@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import griffe
@@ -70,7 +69,7 @@ class Quiet(SimpleHTTPRequestHandler):
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The built site, served."""
     site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", site]
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=400, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
     thread = threading.Thread(target=server.serve_forever)
@@ -81,19 +80,25 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.server_close()
 
 
+def awaited(browser: Browser, expression: str) -> Any:
+    """The value of an expression once it is true or not empty; within half a minute."""
+    for _ in range(300):
+        if value := browser.run(f"new Promise(done => setTimeout(() => done({expression}), 100))"):
+            return value
+    raise AssertionError(f"{expression} stayed empty")
+
+
 def found(browser: Browser, address: str, words: str) -> list[str]:
     """The pages that the search lists, the best first."""
     browser.call("Page.navigate", url=address)
     query = "document.querySelector('[data-md-component=search-query]')"
-    browser.run(f"new Promise(done => {{ (function look() {{ {query} ? done() : setTimeout(look, 20); }})(); }})")
+    awaited(browser, f"document.readyState == 'complete' && {query} != null")
     browser.run(f"{query}.focus()")
     browser.call("Input.insertText", text=words)
-    links = "[...document.querySelectorAll('.md-search-result__item > a')].map(each => each.href)"
-    hrefs: list[str] = browser.run(
-        f"new Promise(done => {{ (function look() {{ const links = {links}; "
-        "links.length ? done(links) : setTimeout(look, 20); })(); })"
+    links: list[str] = awaited(
+        browser, "[...document.querySelectorAll('.md-search-result__item > a:first-child')].map(each => each.href)"
     )
-    return [href.removeprefix(address).partition("?")[0] for href in hrefs]
+    return [link.removeprefix(address).partition("?")[0] for link in links]
 
 
 @pytest.mark.long
@@ -103,7 +108,9 @@ def test_the_search_finds_the_page_among_the_first_three(address: str) -> None:
     with Browser() as browser:
         browser.resize(1400, 900)
         results = {words: found(browser, address, words)[:3] for words in SEARCHES}
-    assert {words: SEARCHES[words] in pages for words, pages in results.items()} == dict.fromkeys(SEARCHES, True), results
+    assert {words: SEARCHES[words] in pages for words, pages in results.items()} == dict.fromkeys(SEARCHES, True), (
+        results
+    )
 
 
 @pytest.mark.long
@@ -112,5 +119,5 @@ def test_the_search_finds_the_page_among_the_first_three(address: str) -> None:
 def test_an_old_address_opens_its_new_page_in_a_browser(address: str) -> None:
     with Browser() as browser:
         browser.call("Page.navigate", url=f"{address}how-to/slurm/")
-        browser.run("new Promise(done => { (function look() { location.hash ? done() : setTimeout(look, 20); })(); })")
+        awaited(browser, "location.hash")
         assert browser.run("location.href") == f"{address}how-to/several-hosts/#slurm"
