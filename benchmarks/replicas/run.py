@@ -4,17 +4,20 @@
     python benchmarks/replicas/run.py --simulate [--quick] [--json]
 
 F 10 and B 20 ms, a whole backward, 4 PP microbatches a replica, the default hint, limit 2n. The rank of stage PP / 2 of
-replica 0 is 1 (equal), 1.5, 2 and 4 times as slow. All times are over that of equal replicas that run their own.
+replica 0 is 1 (equal), 1.5, 2 and 4 times as slow; with --simulate also that of stage 0 of replica 1 ("slow": 2). All
+times are over that of equal replicas that run their own.
 
-**Processes**, eight of them under torchrun, as PP 4 x DP 2 and PP 2 x DP 4: without and with
-``share_replicas="dealt"``, alternating by step; tasks sleep. Medians; "simulated" is the engine's step with the same
-numbers of microbatches. Where a rank has become slower five steps are not measured. No gradients are summed.
+**Processes**, eight of them under torchrun, as PP 4 x DP 2 and PP 2 x DP 4: without ``share_replicas``, with
+``"dealt"`` and with ``True`` ("claimed"), in turns by step; tasks sleep. Medians; "simulated" is the engine's step with
+the same numbers of microbatches, or that of the cores of all ranks. Where a rank has become slower five steps are not
+measured. No gradients are summed.
 
-**--simulate**: these and PP 8 x DP 8: microbatches of one size, without jitter and with J2 (docs/simulator.md), and
-"uneven": of log-normal sizes (sigma 0.5), which hints and dealing know. "dropped": the replica with the
+**--simulate**: these and PP 8 x DP 8: microbatches of one size, without jitter, with messages of 1 ms (each of a claim
+too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma 0.5), which hints, dealing and claims
+know; and "late": the rank becomes slow in mid-step, which no step before has shown. "dropped": the replica with the
 slow rank is left out, and the others run its microbatches. "bound": no way to share microbatches among replicas, stage
-by stage included, takes less. "moved": microbatches that change replicas in a step; in processes each has 64 KiB of
-inputs.
+by stage included, takes less. "moved": microbatches that change replicas in a step that is dealt; in processes each has
+64 KiB of inputs. "crossed": activations that go to another replica for each microbatch of a claimed step.
 
 ReCycle (SOSP '24, arXiv 2405.14009) moves microbatches between the replicas' copies of a stage where a rank is *lost*,
 by a plan. Its authors state up to 1.46 times Oobleck's and 1.64 times Bamboo's throughput: theirs, on other systems,
@@ -34,8 +37,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.replicas.settings import INPUT_BYTES, REAL, Layout, Settings, seconds_of, table_of
-from benchmarks.replicas.simulated import rows
+from benchmarks.replicas.settings import INPUT_BYTES, METHODS, REAL, Layout, Settings, seconds_of, table_of
+from benchmarks.replicas.simulated import Case, claimed_seconds, rows
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
@@ -51,12 +54,12 @@ class Measured:
 
     Attributes:
         layout: of the ranks.
-        method: ``plain`` or ``dealt``.
+        method: ``plain``, ``dealt`` or ``claimed``.
         factor: how much slower the slow rank is.
         seconds: of a step.
         over_equal: the same over ``plain`` with equal replicas.
         simulated: the engine's step, over its step of equal replicas.
-        moved_bytes: inputs that changed replicas in a step.
+        moved_bytes: inputs that changed replicas in a step that was dealt.
     """
 
     layout: str
@@ -76,7 +79,7 @@ def measure(settings: Settings) -> Iterator[Measured]:
     for line in run_workers(worker, ranks, settings.to_json(), patience=_PATIENCE_S):
         lines[line["method"], line["factor"]].append(line)
     equal = median(line["seconds"] for line in lines["plain", 1.0])
-    for (method, factor), own in sorted(lines.items(), key=lambda item: (item[0][1], item[0][0] == "dealt")):
+    for (method, factor), own in sorted(lines.items(), key=lambda item: (item[0][1], METHODS.index(item[0][0]))):
         seconds = median(line["seconds"] for line in own)
         simulated = _simulated(layout, method, factor) / _simulated(layout, "plain", 1.0)
         moved = INPUT_BYTES * median(line["moved"] for line in own)
@@ -84,6 +87,8 @@ def measure(settings: Settings) -> Iterator[Measured]:
 
 
 def _simulated(layout: Layout, method: str, factor: float) -> float:
+    if method == "claimed":
+        return claimed_seconds(Case(layout, "J0", factor))
     slow = [factor] + [1.0] * (layout.replicas - 1)
     given = [[1.0] * layout.microbatches] * layout.replicas
     counts = [*map(len, given)]
