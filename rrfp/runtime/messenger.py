@@ -135,7 +135,6 @@ class Messenger:
             raise self._naming(rank, error)  # noqa: B904 - it has its cause
 
     def on_output(self, message: Message) -> None:
-        """An OUTPUT arrived."""
         self._on_event(self.received_output(message))
 
     def received_output(self, message: Message) -> ev.Arrived:
@@ -148,12 +147,10 @@ class Messenger:
         return ev.Arrived(step, task, num_bytes, consumed if isinstance(consumed, int) else None)
 
     def on_consumed(self, message: Message) -> None:
-        """A CONSUMED arrived."""
         step, task, stage = self._subject(message)
         self._on_event(ev.Consumed(step, stage, task))
 
     def on_begun(self, message: Message) -> None:
-        """A BEGUN arrived."""
         step, task, _ = self._subject(message)
         seconds = message.body.get("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:

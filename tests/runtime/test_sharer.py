@@ -80,6 +80,19 @@ def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
             assert batch.homes == ranks[0].reopened[0].homes
 
 
+def test_each_caller_scales_the_gradients_of_its_own_microbatches() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> None:
+        pipe.step(**batch_of(rank, 0), grad_scale=1.0 + MESH.place_of(rank).replica)
+
+    ranks = programs()
+    run(ranks, body).join()
+    total = sum(sum(1.0 + m for m in range(count)) for count in GIVEN)
+    for batch in (batch for rank in (2, 3) for batch in ranks[rank].reopened):
+        for m, factor in enumerate(batch.gradient_weights):
+            seed, home = batch.homes[m]
+            assert factor == (1.0 + home) / total * (1.0 if seed == replica_seed(0, 0) else 2.0)
+
+
 def test_a_rank_that_runs_nothing_ends_the_step_too() -> None:
     def body(rank: int, pipe: BlockingPipeline) -> list[Any]:
         own = batch_of(rank, 0)

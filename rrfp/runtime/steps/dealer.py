@@ -29,7 +29,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -53,6 +53,8 @@ class GivenShare:
     sizes: tuple[float, ...] = ()
     #: Likewise; where forwards are claimed, when every rank needs those of all microbatches.
     weights: tuple[float, ...] = ()
+    #: The factor of its caller on all gradients, that of a GradScaler included; likewise.
+    grad_scale: float = 1.0
     #: Whether the rank uses anything that its caller passed for a microbatch.
     has_data: bool = False
 
@@ -130,13 +132,13 @@ class Exchange:
         """The reports of all ranks about a training step are here."""
         self._paces.observe(reports)
 
-    async def _check_once(self, plan: Plan) -> None:
+    async def _check_once(self, plan: StepPlan) -> None:
         """Whatever the caller passed must be able to travel."""
         if not self._is_checked:  # at once, and not when a rank becomes slow after a day
             await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
             self._is_checked = True
 
-    async def _all_shares(self, plan: Plan, own: GivenShare) -> list[GivenShare]:
+    async def _all_shares(self, plan: StepPlan, own: GivenShare) -> list[GivenShare]:
         """What the callers of all ranks have; a ProtocolError where the ranks of a replica have not as many."""
         answers = await self._all_gather.all_gather("microbatches", plan.step.number, records.pack(own))
         shares = [records.unpack(GivenShare, data, "the microbatches of a rank") for data in answers]
@@ -156,16 +158,17 @@ class Exchange:
         """The lane comes behind the caller's work on its tensors."""
         return await self._executor.run_extra(name, call, received)
 
-    def _lists(self, plan: Plan) -> dict[str, Any]:
+    def _lists(self, plan: StepPlan) -> dict[str, Any]:
         """What the caller passed, as far as this rank uses it."""
         batch = plan.batch_of(self._topology.stage)
         return {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
 
-    def _packed(self, plan: Plan, microbatches: Iterable[int]) -> list[Payload]:
+    def _packed(self, plan: StepPlan, microbatches: Iterable[int]) -> list[Payload]:
         """What the caller passed for some microbatches; a StageError if it cannot travel."""
         lists = self._lists(plan)
         weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
-        lists |= {"weights": weights, "sizes": plan.sizes}
+        factors = factors_of(plan.batch)
+        lists |= {"weights": weights, "sizes": plan.sizes, "grad_scales": factors.grad_scales}
         packed = []
         for m in microbatches:
             fields = {name: own[m] for name, own in lists.items() if own is not None}
@@ -218,7 +221,7 @@ class Dealer(Exchange):
         self._arrived[Home(self._replica_of[sender], task.microbatch)] = message
         self._news.set()
 
-    async def deal(self, plan: Plan) -> Plan:
+    async def deal(self, plan: StepPlan) -> StepPlan:
         """The plan of the microbatches that this rank runs; its program then has their data."""
         self._last = None
         if plan.step.mode is not Mode.TRAIN:
@@ -237,7 +240,7 @@ class Dealer(Exchange):
         self._last = deal
         return await self._exchanged(plan, deal)
 
-    async def _all_sizes(self, plan: Plan) -> tuple[list[list[float]], bool]:
+    async def _all_sizes(self, plan: StepPlan) -> tuple[list[list[float]], bool]:
         """The sizes of the microbatches that each replica's caller has, and whether all callers know them."""
         shares = await self._all_shares(plan, GivenShare(plan.step.microbatches, plan.sizes or ()))
         replicas = first_of(shares, self._replica_of)
@@ -245,7 +248,7 @@ class Dealer(Exchange):
             return [[*share.sizes] for share in replicas], True
         return _ones([share.microbatches for share in replicas]), False
 
-    async def _exchanged(self, plan: Plan, deal: Deal) -> Plan:
+    async def _exchanged(self, plan: StepPlan, deal: Deal) -> StepPlan:
         """Send what others run, and wait for what this rank runs of theirs."""
         own = self._topology.replica
         homes = deal.homes[own]
@@ -277,7 +280,7 @@ class Dealer(Exchange):
             "taking microbatches", lambda: self._reopened(plan, deal, [arrived[home] for home in wanted]), tensors
         )
 
-    def _reopened(self, plan: Plan, deal: Deal, arrived: Sequence[Payload]) -> Plan:
+    def _reopened(self, plan: StepPlan, deal: Deal, arrived: Sequence[Payload]) -> StepPlan:
         """The plan of the deal, with which the program begins the step anew."""
         # A module may write into its inputs; what arrived is read-only.
         taken = [
@@ -296,13 +299,14 @@ class Dealer(Exchange):
             return [*kept, *(blank if each is None else each for each in others)]
 
         weights, sizes = joined("weights", plan.weights, 1.0), joined("sizes", plan.sizes)
-        factors = batch.gradient_weights
-        assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+        factors = factors_of(batch)
+        grad_scales = joined("grad_scales", factors.grad_scales)
+        assert grad_scales is not None
         new = Batch(
             joined("inputs", batch.inputs),
             joined("targets", batch.targets),
             joined("kwargs", batch.kwargs, {}),
-            factors.dealt(weights, count),
+            factors.dealt(weights, grad_scales),
             batch.return_outputs,
             batch.training_step,
             {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes)},
@@ -337,6 +341,8 @@ def unpacked_fields(payload: Payload) -> _Fields:
         value = fields.get(name)
         if value is not None and not (type(value) is float and value >= 0):
             raise ProtocolError(f"a microbatch arrived with {name} {value!r:.80}, must be a float >= 0")
+    if type(scale := fields.get("grad_scales")) is not float:
+        raise ProtocolError(f"a microbatch arrived with grad_scales {scale!r:.80}, must be a float")
     return fields
 
 
@@ -346,6 +352,12 @@ def first_of(shares: Sequence[GivenShare], replica_of: Sequence[int]) -> list[Gi
     for replica, share in zip(replica_of, shares, strict=True):
         first.setdefault(replica, share)
     return [first[replica] for replica in sorted(first)]
+
+
+def factors_of(batch: Batch) -> SharedGradientWeights:
+    factors = batch.gradient_weights
+    assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+    return factors
 
 
 def _ones(counts: Sequence[int]) -> list[list[float]]:

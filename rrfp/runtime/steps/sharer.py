@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rrfp.compute.loss import SharedGradientWeights
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.core import events as ev
@@ -24,8 +23,8 @@ from rrfp.model.tasks import F, Mode, StepId, Task
 from rrfp.model.visits import Visits
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.deal import Home
-from rrfp.runtime.steps.dealer import Exchange, GivenShare, first_of, unpacked_fields
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.dealer import Exchange, GivenShare, factors_of, first_of, unpacked_fields
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.transports.base import Channel, Message, MessageKind
 
 #: Forwards that a rank has claimed and not begun: one hides the way there and back behind the task before it.
@@ -54,7 +53,7 @@ class ForwardSharer(Exchange):
         self._ranks = [topology.mesh.counterparts(topology.rank_of(stage)) for stage in range(topology.stages)]
         (self._virtual_stage,) = core.graph.placement.virtual_stages(topology.stage)
         #: The plan of the step as its caller made it; None in a step that is not shared.
-        self._given: Plan | None = None
+        self._given: StepPlan | None = None
         #: By microbatch, whose caller has it; and by replica, whether the rank of this stage has data of its own.
         self._homes: tuple[Home, ...] = ()
         self._have_data: Sequence[bool] = ()
@@ -76,7 +75,7 @@ class ForwardSharer(Exchange):
             ev.Give: self._give,
         }
 
-    async def share(self, plan: Plan) -> Plan:
+    async def share(self, plan: StepPlan) -> StepPlan:
         """The plan of the microbatches of all replicas, which the program then has room for."""
         self._given = None
         self._homes, self._lists_here = (), {}
@@ -87,7 +86,8 @@ class ForwardSharer(Exchange):
         lists = self._lists(plan)
         has_data = any(values is not None for values in lists.values())
         weights = () if plan.weights is None else tuple(map(float, plan.weights))
-        own = GivenShare(plan.step.microbatches, plan.sizes or (), weights, has_data)
+        scale = factors_of(plan.batch).grad_scales[0]
+        own = GivenShare(plan.step.microbatches, plan.sizes or (), weights, scale, has_data)
         shares = await self._all_shares(plan, own)
         replicas = first_of(shares, self._replica_of)
         self._homes = tuple(Home(r, m) for r, share in enumerate(replicas) for m in range(share.microbatches))
@@ -95,9 +95,10 @@ class ForwardSharer(Exchange):
         sizes = None
         if all(sum(share.sizes) for share in replicas):
             sizes = tuple(replicas[home.replica].sizes[home.microbatch] for home in self._homes)
+        scales = [shares[self._ranks[-1][home.replica]].grad_scale for home in self._homes]
         self._given = plan
         return await self._on_lane(
-            "making room for microbatches", lambda: self._reopened(plan, self._weights(shares), sizes)
+            "making room for microbatches", lambda: self._reopened(plan, self._weights(shares), sizes, scales)
         )
 
     def _weights(self, shares: Sequence[GivenShare]) -> tuple[float, ...] | None:
@@ -114,12 +115,16 @@ class ForwardSharer(Exchange):
             return None
         return tuple(given[home.replica][home.microbatch] if given[home.replica] else 1.0 for home in self._homes)
 
-    def _reopened(self, plan: Plan, weights: tuple[float, ...] | None, sizes: tuple[float, ...] | None) -> Plan:
+    def _reopened(
+        self,
+        plan: StepPlan,
+        weights: tuple[float, ...] | None,
+        sizes: tuple[float, ...] | None,
+        grad_scales: Sequence[float],
+    ) -> StepPlan:
         """The plan of all microbatches, with which the program begins the step anew."""
         own, count = self._topology.replica, len(self._homes)
         batch = plan.batch_of(self._topology.stage)
-        factors = batch.gradient_weights
-        assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
         for name, is_used in self._used.items():
             values = getattr(batch, name)
             if is_used and (values is not None or any(self._have_data)):
@@ -131,7 +136,7 @@ class ForwardSharer(Exchange):
             self._lists_here.get("inputs"),
             self._lists_here.get("targets"),
             self._lists_here.get("kwargs"),
-            factors.dealt(weights, count),
+            factors_of(batch).dealt(weights, grad_scales),
             batch.return_outputs,
             batch.training_step,
             {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(self._homes)},
