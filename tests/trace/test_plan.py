@@ -267,6 +267,75 @@ def test_megatron_reads_its_string(tmp_path: Path) -> None:
     assert (read[0][0].name, read[-1][-1].name) == ("embedding", "loss")
 
 
+@pytest.fixture
+def measured(tmp_path: Path) -> Request:
+    """The layers in seconds, and no trace; what is ahead of them takes no time."""
+    write_layers(tmp_path / "layers.json", even(), [0.004 * weight for weight in HEAVY], 0.004 * HEAD)
+    return Request(tmp_path / "layers.json", microbatches=(MICROBATCHES,))
+
+
+def like_the_sample(layout: ModelLayout) -> CostTable:
+    """A step whose microbatches are all like the sample, and whose messages take no time."""
+    pieces = 0.004 * np.array([0.0, *HEAVY, HEAD])
+    rows = np.repeat([[pieces[part].sum()] for part in layout.pieces(8)], MICROBATCHES, axis=1)
+    none, where = np.zeros((len(rows) - 1, MICROBATCHES)), layout.where
+    shape = where.stages, where.chunks, where.layout, MICROBATCHES
+    times: Any = {"forward": rows, "backward": 2 * rows, "weight": None}
+    return CostTable(*shape, latency_forward=none, latency_backward=none, held=1000 * rows, **times)
+
+
+def test_layers_alone_are_enough_where_nothing_has_run(measured: Request) -> None:
+    plans = plan_file(None, measured)
+    assert (plans.measured, plans.rebuilt, plans.steps) == (None, None, 0)
+    assert plans.predicted == pytest.approx(simulate(like_the_sample(even()), **METHOD).makespan)
+    assert plans.best is not None
+    assert plans.best.saved.value > 0.08
+    for row in plans.rows:
+        assert row.plan is not None
+        method: Any = {"hint": row.plan.hint, "limit": row.plan.limit}
+        assert row.seconds == pytest.approx(simulate(like_the_sample(layout_of(row.plan)), **method).makespan)
+    assert Plan.read(json.loads(json.dumps(plans.to_json()))) == plans.best.plan
+
+
+def test_of_layers_alone_the_assumptions_are_said(measured: Request) -> None:
+    plans = plan_file(None, replace(measured, microbatches=()))
+    assert plans.method == "16 microbatches on 4 stages, hint slot-aware-pyramid, limit 2n"
+    for said in ("no jitter", "messages take no time", "all ranks are as fast", "a third to a half", "4 a stage"):
+        assert any(said in line for line in plans.assumed), said
+    assert "no step has run" in str(plans)
+    assert "+-" not in str(plans)
+    assert any(line.startswith("as cut ") for line in str(plans).splitlines())
+
+
+def test_of_layers_alone_the_job_is_as_the_caller_says(measured: Request) -> None:
+    strict = plan_file(None, measured, Wishes(strict="1f1b"))
+    assert strict.now.settings == "1f1b (strict)"
+    assert strict.predicted == pytest.approx(simulate(like_the_sample(even()), strict="1f1b").makespan)
+    within = plan_file(None, replace(measured, memory="100B"), Wishes(hint="bf", limit="n"))
+    assert within.now.settings == "hint bf, limit n, split False"
+    assert within.rows
+    assert all(0 < row.num_bytes <= 100 for row in within.rows)
+
+
+def test_of_layers_alone_limit_and_hint_stay_the_jobs(measured: Request) -> None:
+    plans = plan_file(None, measured, Wishes(hint="bf", limit="n"))
+    assert {row.plan and (row.plan.hint, row.plan.limit) for row in plans.rows} == {("bf", "n")}
+    assert any(line.startswith("limits and hints: nothing varies") for line in plans.skipped)
+
+
+def test_why_rebuilt_steps_take_another_time_is_said(tmp_path: Path) -> None:
+    """The messages of the first microbatch alone are slow, as where connections begin."""
+    request, first = files(tmp_path, even()), np.zeros((STAGES - 1, MICROBATCHES))
+    first[:, 0] = 0.1
+    steps = [replace(table(step, even()), latency_forward=first) for step in range(STEPS)]
+    write_chrome(tmp_path / "trace.json", [simulate(s, **METHOD).result.trace(n) for n, s in enumerate(steps)])
+    plans = plans_on(tmp_path, replace(request, tasks=1))
+    assert plans.rebuilt is not None
+    assert abs(plans.rebuilt / plans.measured - 1) > 0.05  # type: ignore[operator]
+    assert "if only the times of messages are drawn anew" in plans.doubt
+    assert f"doubtful, as it is off by more than 5%: {plans.doubt}" in str(plans)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

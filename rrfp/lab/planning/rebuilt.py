@@ -18,7 +18,7 @@ import numpy as np
 from rrfp.costs.table import MATRICES, CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.causes import factors_of, split_backward
-from rrfp.lab.advice.recorded import Recorded, RecordedStep, Rows, with_durations
+from rrfp.lab.advice.recorded import RecordedStep, Rows, with_durations
 from rrfp.lab.advice.replays import joined
 from rrfp.lab.planning.layers import Layers, ModelLayout
 from rrfp.model.placement import Placement
@@ -46,9 +46,10 @@ class StepShape:
 class RebuiltSteps:
     """Makes steps by number: of the recorded layout as they were, or of any as they would be."""
 
-    def __init__(self, recording: Recorded, layers: Layers | None, slow: Sequence[int] = ()) -> None:
-        self._recorded = recording.steps
-        self._costs = costs = recording.costs
+    def __init__(self, steps: Sequence[RecordedStep], layers: Layers | None, slow: Sequence[int] = ()) -> None:
+        self._recorded = steps
+        #: Of the first step; all have its shape.
+        self.costs = costs = steps[0].costs
         self.layers = layers
         if layers is not None:
             _check_layout(costs, layers)
@@ -70,7 +71,7 @@ class RebuiltSteps:
     @property
     def where(self) -> Placement:
         """Which stage held which virtual stage."""
-        costs = self._costs
+        costs = self.costs
         return Placement(costs.stages, costs.chunks, "v" if costs.placement == "v" else "looped")
 
     def step(self, shape: StepShape, number: int) -> RecordedStep:
@@ -89,6 +90,18 @@ class RebuiltSteps:
             return split_backward([step], shape.weight_part)[0]
         return _merged(step)
 
+    def in_part(self, number: int) -> Mapping[str, RecordedStep]:
+        """A step as it was recorded but for one part, which is as in the rebuilt one; by the name of the part."""
+        layers, own = self.layers, self._recorded[number % len(self._recorded)]
+        assert layers is not None
+        anew = self.step(StepShape(layers.layout, None, None, own.costs.microbatches), number)
+        messages: Any = {name: getattr(anew.costs, name) for name in ("latency_forward", "latency_backward")}
+        return {
+            "the jitter of tasks": replace(own, costs=with_durations(own.costs, anew.costs.durations)),
+            "the times of messages": replace(own, costs=replace(own.costs, **messages)),
+            "the waits for dispatch": replace(own, dispatch=anew.dispatch, order=anew.order),
+        }
+
     def seconds(self) -> Matrix:
         """Of each piece in the mean recorded step, on a stage that is not slow."""
         assert self.layers is not None
@@ -103,15 +116,15 @@ class RebuiltSteps:
         assert self.layers is not None
         rows = np.concatenate([sum(step.costs.durations.values(), start=np.zeros(())) for step in self._recorded], 1)
         shares = (self._shares(F) + 2 * self._shares(B)) / 3
-        spread: Matrix = rows.std(axis=1)[self._home] * shares * self._costs.microbatches / self._slow_of_piece()
+        spread: Matrix = rows.std(axis=1)[self._home] * shares * self.costs.microbatches / self._slow_of_piece()
         return spread
 
     def _ratios(self) -> Matrix:
         assert self.layers is not None
-        measured = np.zeros(self._costs.stages)
+        measured = np.zeros(self.costs.stages)
         for v, part in enumerate(self._parts):
             both = self.layers.forward[part] + self.layers.backward[part]
-            measured[self._costs.stage_of(v)] += both.sum()
+            measured[self.costs.stage_of(v)] += both.sum()
         if not measured.all():
             raise ConfigError("layers: a stage's layers take no time, must take some: measure them on a larger sample")
         work = np.mean([step.costs.work() for step in self._recorded], axis=0)
@@ -119,7 +132,7 @@ class RebuiltSteps:
         return ratios / np.median(ratios)
 
     def _slow_of_piece(self) -> Matrix:
-        return np.array([self.slow[self._costs.stage_of(v)] for v in self._home])
+        return np.array([self.slow[self.costs.stage_of(v)] for v in self._home])
 
     def _shares(self, kind: Kind, weights: Matrix | None = None) -> Matrix:
         """The part that each piece has of its virtual stage."""
@@ -132,7 +145,7 @@ class RebuiltSteps:
 
     def _draw_from(self) -> None:
         """Collect what is drawn."""
-        factors, costs = factors_of(self._recorded), self._costs
+        factors, costs = factors_of(self._recorded), self.costs
         kinds = [*costs.durations]
         jitter = np.split(np.concatenate(factors.jitter, axis=1), len(kinds))
         self._jitter = dict(zip(kinds, jitter, strict=True))
@@ -165,7 +178,7 @@ class RebuiltSteps:
         dispatch: dict[Kind, Matrix] = {}
         for index, (kind, smooth) in enumerate(step.costs.durations.items()):
             take = self._weights(parts, self._shares(kind))
-            take /= np.array([self.slow[self._costs.stage_of(v)] for v in range(take.shape[1])])
+            take /= np.array([self.slow[self.costs.stage_of(v)] for v in range(take.shape[1])])
             rows, gaps = take @ smooth, np.empty((len(parts), microbatches))
             for v in range(len(parts)):
                 stage, draw = where.stage_of(v), np.random.default_rng([number, index, v])
@@ -184,13 +197,13 @@ class RebuiltSteps:
             fields["held"] = self._weights(parts, self._shares(F, layers.num_bytes)) @ step.costs.held
         costs = CostTable(where.stages, where.chunks, where.layout, microbatches, sizes=step.costs.sizes, **fields)
         order = {kind: np.zeros_like(rows) for kind, rows in dispatch.items()}
-        late = {self._costs.stage_of(task.virtual_stage): seconds for task, seconds in step.opening.items()}
+        late = {self.costs.stage_of(task.virtual_stage): seconds for task, seconds in step.opening.items()}
         opening = {Task(F, 0, where.virtual_stages(stage)[0]): seconds for stage, seconds in late.items()}
         return RecordedStep(costs, dispatch, order, opening, step.closing, step.seconds)
 
     def _weights(self, parts: Sequence[range], shares: Matrix) -> Matrix:
         """What each new virtual stage takes of each recorded one."""
-        weights = np.zeros((len(parts), self._costs.num_virtual_stages))
+        weights = np.zeros((len(parts), self.costs.num_virtual_stages))
         for v, part in enumerate(parts):
             np.add.at(weights[v], self._home[part], shares[part])
         return weights

@@ -17,7 +17,7 @@ import numpy as np
 from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, HintSpec, check_order, default_hint
-from rrfp.lab.advice.advice import HINTS, Adviser
+from rrfp.lab.advice.advice import HINTS
 from rrfp.lab.advice.causes import WEIGHT_PARTS
 from rrfp.lab.advice.replays import Method
 from rrfp.lab.planning.layers import ModelLayout, balanced
@@ -75,17 +75,18 @@ class Budget:
     microbatches: tuple[int, ...] = ()
     #: The most tasks that are simulated.
     tasks: int = MOST_TASKS
+    #: Whether limits and hints are tried, which only what varies tells apart.
+    methods: bool = True
 
 
 class Search:
     """The candidates that were tried, and what they take."""
 
-    def __init__(self, adviser: Adviser, steps: RebuiltSteps, budget: Budget, ran: Callable[[], object]) -> None:
+    def __init__(self, method: Method, steps: RebuiltSteps, budget: Budget, ran: Callable[[], object]) -> None:
         self._steps = steps
         self._budget = budget
         self._ran = ran
-        self._costs = costs = adviser.recording.costs
-        method = adviser.method
+        self._costs = costs = steps.costs
         layers = steps.layers
         layout = None if layers is None else layers.layout
         #: As the job runs now.
@@ -282,14 +283,17 @@ class Search:
     # Methods.
 
     def _try_methods(self) -> None:
-        if self._budget.num_bytes is None:
+        if not self._budget.methods:
+            self.left_out.append("limits and hints: nothing varies by which they differ; plan again from a trace")
+        elif self._budget.num_bytes is None:
             self.left_out.append("limits above 2n: no budget in bytes a stage is given (--memory)")
         if not self._budget.microbatches:
             self.left_out.append("other numbers of microbatches: they change the batch (--microbatches)")
         self.left_out.append("recomputation by stage: nothing has measured it; record a job that recomputes")
+        methods = (self._with_limits, self._with_hints) if self._budget.methods else ()
         for layout in self._best_layouts:
             best = self._base(layout)
-            for more in (self._with_limits, self._with_hints, self._with_split, self._with_microbatches):
+            for more in (*methods, self._with_split, self._with_microbatches):
                 if self._is_over(f"limits, hints and split of {'the layout' if layout is None else layout.placement}"):
                     return
                 found = [each for each in (best, *more(best)) if self.fits(each)]
