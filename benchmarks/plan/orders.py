@@ -140,7 +140,8 @@ def searched(case: Case) -> Found:
     random = np.random.default_rng([seed, case.stages])
     predicted = _predicted(true, case.knowledge, random)
     gains: dict[str, dict[str, dict[str, float]]] = {}
-    taken, step = [], 0.0
+    taken: list[float] = []
+    step = 0.0
     for name, limits in _limits(true).items():
         steps = _Steps(limits, sizes_known(true, limits))
         own, began = steps.own_order(true), time.process_time()

@@ -73,6 +73,7 @@ def test_layers_alone_do_where_nothing_has_run(tmp_path: Path) -> None:
         (("--layers", "layers.json", "--steps", "8"), "--steps goes with TRACE"),
         (("--layers", "layers.json", "--skip-first", "3"), "--skip-first goes with TRACE"),
         (("--layers", "layers.json", "--slow-rank", "1"), "slow-rank needs TRACE"),
+        (("--layers", "layers.json", "--recomputed", "t.json"), "recomputed needs TRACE"),
         (("--layers", "layers.json", "--out", "layers.json"), "layers.json: is read by this command"),
     ],
 )

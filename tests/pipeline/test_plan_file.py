@@ -21,7 +21,7 @@ LAYERS = 8
 def document(**change: Any) -> dict[str, Any]:
     plain = {
         **{"stages": 2, "chunks": 2, "placement": "v", "hint": "bf", "limit": "n", "split": True},
-        **{"cuts": [1, 3, 6], "layers": LAYERS, **change},
+        **{"cuts": [1, 3, 6], "layers": LAYERS, "recompute": [], **change},
     }
     return {"plan": plain, "rows": []}
 
@@ -72,6 +72,8 @@ def test_a_plan_without_cuts_goes_with_modules_of_ones_own() -> None:
         ({"limit": {"bytes": 5}}, {}, "plan: limit.microbatches is absent"),
         ({"cuts": [3, 1, 6]}, {}, "plan: cuts is [3, 1, 6], must be 3 ascending numbers in 1..7"),
         ({"cuts": None}, {}, "plan: cuts and layers must both be given, or None"),
+        ({"recompute": [2]}, {}, "plan: recompute is [2], must be stages in 0..1"),
+        ({"recompute": 1}, {}, "plan: recompute is 1, must be a list of stage numbers"),
         ({"split": 1}, {}, "plan: split is 1, must be True or False"),
         ({"depth": 1}, {}, "plan: 'depth' is unknown, must be one of: stages"),
     ],

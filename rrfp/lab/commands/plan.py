@@ -23,6 +23,9 @@ _MICROBATCHES = (
     "Numbers of microbatches to try, between commas; default: the trace's, without one 4 a stage. Times are for as "
     "many as that, or as the first one."
 )
+_RECOMPUTED = (
+    "A trace of the same job that recomputes on all stages: then plans may recompute on some. Needs TRACE and --memory."
+)
 _SLOW = "A stage whose rank is slow: a layer that leaves it takes less. May be repeated; needs --layers."
 _TASKS = "About the most tasks to simulate; then the search ends. Default 2000000, a minute or two."
 
@@ -35,6 +38,7 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=_OUT)] = None,
     memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help=_MEMORY)] = None,
     microbatches: Annotated[str | None, typer.Option("--microbatches", metavar="M", help=_MICROBATCHES)] = None,
+    recomputed: Annotated[Path | None, typer.Option("--recomputed", metavar="FILE", help=_RECOMPUTED)] = None,
     slow_rank: Annotated[list[int] | None, typer.Option("--slow-rank", metavar="STAGE", help=_SLOW)] = None,
     tasks: Annotated[
         int | None, typer.Option("--tasks", metavar="N", help=_TASKS, callback=at_least("tasks", 1))
@@ -52,9 +56,9 @@ def plan(
             if given[each.name] is not None:
                 raise ConfigError(f"--{each.name.replace('_', '-')} goes with TRACE: it is of recorded steps")
     if out is not None:
-        check_output(out, *(path for path in (trace, layers) if path is not None))
+        check_output(out, *(path for path in (trace, layers, recomputed) if path is not None))
     effort = {} if tasks is None else {"tasks": tasks}
-    request = Request(layers, memory, _counts(microbatches), tuple(slow_rank or ()), **effort)
+    request = Request(layers, memory, _counts(microbatches), tuple(slow_rank or ()), recomputed, **effort)
     with progress_bar() as ran:
         plans = plan_file(None if trace is None else str(trace), request, wishes_of(given), ran)
     document = plans.to_json()

@@ -12,13 +12,13 @@ import numpy as np
 
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT
-from rrfp.lab.advice.advice import Adviser, Wishes, adviser_of
+from rrfp.lab.advice.advice import Adviser, Wishes, adviser_of, recording_of
 from rrfp.lab.advice.recorded import RecordedStep
 from rrfp.lab.advice.replays import Interval, Method, Replays, hint_text, limit_text
 from rrfp.lab.advice.report import DOUBTFUL
 from rrfp.lab.limit_texts import DEFAULT_LIMIT
 from rrfp.lab.planning.layers import Layers, read_layers
-from rrfp.lab.planning.rebuilt import UNLIKE, RebuiltSteps
+from rrfp.lab.planning.rebuilt import UNLIKE, RebuiltSteps, Recomputed
 from rrfp.lab.planning.report import Plans, Row
 from rrfp.lab.planning.search import MOST_TASKS, Budget, Candidate, Search
 from rrfp.memory.admission import bytes_of
@@ -42,6 +42,8 @@ class Request:
     microbatches: tuple[int, ...] = ()
     #: Stages whose ranks are slow: what else they take longer for would move with the layers.
     slow: tuple[int, ...] = ()
+    #: A trace of the same job that recomputes on all stages, for plans by which some do; needs ``memory``.
+    recomputed: str | os.PathLike[str] | None = None
     #: The most tasks that are simulated; what is begun is finished.
     tasks: int = MOST_TASKS
 
@@ -118,11 +120,18 @@ def plan_file(
     layers = None if request.layers is None else read_layers(request.layers)
     wishes = wishes or Wishes()
     if path is not None:
-        return plans_of(Basis.recorded(adviser_of(path, wishes, ran)), layers, request, ran)
+        basis, recomputed = Basis.recorded(adviser_of(path, wishes, ran)), None
+        if request.recomputed is not None:
+            if request.memory is None:
+                raise ConfigError("recomputed needs --memory: without a budget in bytes recomputing only takes time")
+            _, recording, _ = recording_of(os.fspath(request.recomputed), wishes)
+            recomputed = Recomputed.between(basis.steps, recording.steps)
+        return plans_of(basis, layers, request, ran, recomputed)
     if layers is None:
         raise ConfigError("TRACE or --layers FILE is needed: what tasks take was recorded, or measured by layers")
-    if request.slow:
-        raise ConfigError("slow-rank needs TRACE: layers alone do not say how slow a rank is")
+    for name, value in (("slow-rank", request.slow), ("recomputed", request.recomputed)):
+        if value:
+            raise ConfigError(f"{name} needs TRACE: layers alone do not say it")
     counts = _counts(request)
     basis = Basis.of_layers(os.fspath(request.layers or ""), layers, counts[0] if counts else None, wishes)
     return plans_of(basis, layers, request, ran)
@@ -132,7 +141,13 @@ def _counts(request: Request) -> tuple[int, ...]:
     return tuple(whole("microbatches", count, 1) for count in request.microbatches)
 
 
-def plans_of(basis: Basis, layers: Layers | None, request: Request, ran: Callable[[], object]) -> Plans:
+def plans_of(
+    basis: Basis,
+    layers: Layers | None,
+    request: Request,
+    ran: Callable[[], object],
+    recomputed: Recomputed | None = None,
+) -> Plans:
     """The plans for a job."""
     num_bytes = None
     if request.memory is not None and not (num_bytes := bytes_of(request.memory)):
@@ -143,7 +158,7 @@ def plans_of(basis: Basis, layers: Layers | None, request: Request, ran: Callabl
     slow = tuple(whole("slow-rank", stage, 0, costs.stages - 1) for stage in request.slow)
     if slow and layers is None:
         raise ConfigError("slow-rank needs --layers: only layers that are moved leave a slow rank")
-    steps = RebuiltSteps(basis.steps, layers, slow)
+    steps = RebuiltSteps(basis.steps, layers, slow, recomputed)
     budget = Budget(num_bytes, _counts(request), request.tasks, methods=basis.measured is not None)
     search = Search(basis.method, steps, budget, ran)
     search.run()
@@ -208,12 +223,15 @@ def _row(name: str, candidate: Candidate, search: Search, steps: RebuiltSteps) -
     text = f"{text} (strict)" if method.hint is None else f"{text}, split {candidate.split}"
     if candidate.microbatches != search.now.microbatches:
         text += f", {candidate.microbatches} microbatches"
+    if candidate.recompute:
+        text += f", recompute on {' '.join(map(str, candidate.recompute))}"
     plan = None
     others: dict[str, Any] = {}
     if method.hint is not None:
         hint = hint_text(method.hint).removeprefix("hint ")
         cuts, count = (None, None) if layout is None or layers is None else (layout.cuts, layers.count)
-        plan = Plan(where.stages, where.chunks, where.layout, hint, method.limit, candidate.split, cuts, count)
+        how = hint, method.limit, candidate.split, cuts, count, candidate.recompute
+        plan = Plan(where.stages, where.chunks, where.layout, *how)
         if layout is not None and layers is not None and layers.is_decoder:
             others = {"Megatron-LM": layers.megatron(layout), "torchtitan": layers.torchtitan(layout)}
     return Row(
@@ -237,6 +255,11 @@ def _assumed(basis: Basis, steps: RebuiltSteps, search: Search) -> Iterator[str]
             "weight gradients take a third to a half of backward: no plan rests on it; a split trace has their times"
         )
         yield f"if split, and of ZBV: {guess}"
+    if (found := steps.recomputed) is not None:
+        yield (
+            f"stages that recompute: backward takes {found.backward.min():.2f} to {found.backward.max():.2f} times as "
+            f"long, and {found.held.min():.2f} to {found.held.max():.2f} of the bytes are held, as in the other trace"
+        )
     if steps.layers is None or basis.measured is None:
         return
     yield "a layer's part of its stage's recorded times and bytes: as measured on the sample"

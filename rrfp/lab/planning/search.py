@@ -50,6 +50,12 @@ class Candidate:
     split: bool
     microbatches: int
     method: Method
+    #: Stages.
+    recompute: tuple[int, ...] = ()
+
+    def shape(self, weight_part: float | None) -> StepShape:
+        """Of its steps."""
+        return StepShape(self.layout, self.split, weight_part, self.microbatches, self.recompute)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +142,7 @@ class Search:
             return known
         seconds, held, num_bytes = [], 0.0, 0
         for part in WEIGHT_PARTS if self._is_guessed(candidate) else (None,):
-            step = self._steps.step(StepShape(candidate.layout, candidate.split, part, candidate.microbatches), number)
+            step = self._steps.step(candidate.shape(part), number)
             result = candidate.method.run(step.table())
             self._tasks += step.costs.num_tasks
             self._ran()
@@ -289,8 +295,11 @@ class Search:
             self.left_out.append("limits above 2n: no budget in bytes a stage is given (--memory)")
         if not self._budget.microbatches:
             self.left_out.append("other numbers of microbatches: they change the batch (--microbatches)")
-        self.left_out.append("recomputation by stage: nothing has measured it; record a job that recomputes")
-        methods = (self._with_limits, self._with_hints) if self._budget.methods else ()
+        if self._steps.recomputed is None:
+            self.left_out.append(
+                "recomputation by stage: it is not measured; a trace of the job with it says (--recomputed)"
+            )
+        methods = (self._with_limits, self._with_recompute, self._with_hints) if self._budget.methods else ()
         for layout in self._best_layouts:
             best = self._base(layout)
             for more in (*methods, self._with_split, self._with_microbatches):
@@ -311,6 +320,18 @@ class Search:
                 limit = replace(Limit.resolve(name, 0, self._costs.stages), bytes=num_bytes)
             yield replace(base, method=replace(base.method, limit=limit))
 
+    def _with_recompute(self, base: Candidate) -> Iterator[Candidate]:
+        """Ever more stages, first those that would hold the most bytes in 1F1B."""
+        if self._steps.recomputed is None:
+            return
+        costs = self._steps.step(base.shape(None), 0).costs
+        assert costs.held is not None
+        stages, means = range(costs.stages), costs.held.mean(axis=1)
+        wanted = [(costs.stages - s) * sum(means[list(costs.virtual_stages_of(s))]) for s in stages]
+        ordered = sorted(stages, key=wanted.__getitem__, reverse=True)
+        for count in range(1, costs.stages + 1):
+            yield replace(base, recompute=tuple(sorted(ordered[:count])))
+
     def _with_hints(self, base: Candidate) -> Iterator[Candidate]:
         for hint in (DEFAULT_HINT, *HINTS):
             if self._has(hint, base):
@@ -325,6 +346,8 @@ class Search:
 
     def _with_split(self, base: Candidate) -> Iterator[Candidate]:
         other = replace(base, split=not base.split)
+        if base.recompute and self._is_guessed(other):  # what is guessed of backward is no part of the forward in it
+            return
         if other.split or base.method.hint != "bfw":
             yield other
         if other.split and self._has("bfw", other):
