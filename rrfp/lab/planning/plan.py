@@ -99,7 +99,7 @@ class Basis:
             method = Method(None, None, wishes.strict)
         gaps, taken = {kind: np.zeros_like(rows) for kind, rows in costs.durations.items()}, method.run(costs).makespan
         step = RecordedStep(costs, gaps, gaps, {}, 0.0, taken)
-        assumed = (
+        assumed: tuple[str, ...] = (
             "every microbatch takes what the sample took: no jitter, no sizes that differ, so there is no interval",
             "each layer takes what it took alone on the rank that measured, and all ranks are as fast",
             "messages take no time, nor does dispatch: two chunks a stage have twice as many of both",
