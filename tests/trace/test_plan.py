@@ -148,19 +148,18 @@ EVERY_METHOD = [*product(("slot-aware-pyramid", "slot-aware", "bf"), ("1f1b", "n
 
 
 @pytest.mark.parametrize(
-    ("seeds", "methods"), [(range(1), EVERY_METHOD[2:3]), long(range(1, 12), EVERY_METHOD)], ids=["one", "twelve"]
+    ("seed", "methods"), [(0, EVERY_METHOD[2:3]), *(long(seed, EVERY_METHOD) for seed in range(1, 12))]
 )
 def test_the_search_comes_within_three_percent_of_trying_all(
-    tmp_path: Path, seeds: range, methods: Sequence[tuple[str, str]]
+    tmp_path: Path, seed: int, methods: Sequence[tuple[str, str]]
 ) -> None:
     """8 layers on 4 stages."""
-    for seed in seeds:
-        draw = np.random.default_rng(seed)
-        weights, head = draw.choice([0.7, 1.0, 1.0, 2.0], 8).tolist(), float(draw.choice([0.5, 2.0, 5.0]))
-        plans = plans_on(tmp_path, files(tmp_path, even(), weights=weights, head=head))
-        whole = [row.plan for row in plans.rows if row.plan is not None]
-        found = min(mean_seconds(layout_of(plan), weights, head, hint=plan.hint, limit=plan.limit) for plan in whole)
-        assert found <= 1.03 * best_of_all(weights, head, methods)
+    draw = np.random.default_rng(seed)
+    weights, head = draw.choice([0.7, 1.0, 1.0, 2.0], 8).tolist(), float(draw.choice([0.5, 2.0, 5.0]))
+    plans = plans_on(tmp_path, files(tmp_path, even(), weights=weights, head=head))
+    whole = [row.plan for row in plans.rows if row.plan is not None]
+    found = min(mean_seconds(layout_of(plan), weights, head, hint=plan.hint, limit=plan.limit) for plan in whole)
+    assert found <= 1.03 * best_of_all(weights, head, methods)
 
 
 def test_no_plan_rests_on_weight_gradients_that_nobody_has_measured(tmp_path: Path, planned: Any) -> None:
