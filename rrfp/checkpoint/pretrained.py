@@ -53,14 +53,18 @@ def save_pretrained(
 
     Raises:
         ConfigError: on all ranks, if the ranks do not have all entries of the model, an entry has no value, is sharded,
-            or is not in the checkpoint.
+            or is not in the checkpoint, or if ranks pass different paths.
         RrfpError: if the folder cannot be written or the checkpoint cannot be read; names the rank and the reason.
     """
     ranks = Ranks.of_process()
-    chosen = None if checkpoint is None else _chosen(checkpoint, ranks)
     text = f"folder {str(folder)!r} cannot be written"
     with ranks.together(text):
-        where, limit, stages = path_of("folder", folder), _bytes_of(max_shard_size), _stages(modules)
+        where = path_of("folder", folder)
+        source = None if checkpoint is None else path_of("checkpoint", checkpoint)
+    _check_equal({"folder": where, "checkpoint": source}, ranks)
+    chosen = None if source is None else _chosen(source, ranks)
+    with ranks.together(text):
+        limit, stages = _bytes_of(max_shard_size), _stages(modules)
         weights, chunks = stages[0].weights, [chunk for stage in stages for chunk in stage.chunks]
         entries = entries_of(chunks)
         own = {weights.tied(name)[0]: tensor for name, tensor in entries.items()}
@@ -138,12 +142,18 @@ class _Saved:
         return {name: entries[self._keys[name]] for name in names}
 
 
-def _chosen(checkpoint: str | os.PathLike[str], ranks: Ranks) -> Path:
+def _check_equal(paths: Mapping[str, Path | None], ranks: Ranks) -> None:
+    """Refuse paths of which other ranks have others: each would write, or read, a part of something else."""
+    for name, path in paths.items():
+        every = ranks.gather(None if path is None else str(path))
+        for rank, other in enumerate(every):
+            if other != every[0]:
+                raise ConfigError(f"{name} is {every[0]!r} on rank 0 and {other!r} on rank {rank}, must be the same")
+
+
+def _chosen(path: Path, ranks: Ranks) -> Path:
     """The folder of one checkpoint."""
-    with ranks.together(f"checkpoint {checkpoint!r} cannot be read"):
-        path = path_of("checkpoint", checkpoint)
-        is_one = (path / METADATA).is_file()
-    if is_one:
+    if ranks.from_first((path / METADATA).is_file()):
         return path
     newest = latest(path)
     if newest is None:

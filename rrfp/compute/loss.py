@@ -94,17 +94,21 @@ class SharedGradientWeights(Sequence[float]):
     ) -> None:
         self._weights = _checked(weights, microbatches)
         self._reduction = reduction
-        self._grad_scale = grad_scale
+        #: Of each microbatch; where replicas have exchanged some, their callers may have passed different ones.
+        self.grad_scales: Sequence[float] = (float(grad_scale),) * microbatches
         self._factors: tuple[float, ...] | None = None
 
     def normalise(self, total: float) -> None:
         """The weights of all replicas sum to ``total``; a sum of 0 is a ConfigError where a mean is asked for."""
         normaliser = _normaliser((total,), self._reduction)
-        self._factors = tuple(weight / normaliser * self._grad_scale for weight in self._weights)
+        pairs = zip(self._weights, self.grad_scales, strict=True)
+        self._factors = tuple(weight / normaliser * scale for weight, scale in pairs)
 
-    def dealt(self, weights: Sequence[float] | None, microbatches: int) -> SharedGradientWeights:
+    def dealt(self, weights: Sequence[float] | None, grad_scales: Sequence[float]) -> SharedGradientWeights:
         """Those of other microbatches in the same step, not normalised."""
-        return SharedGradientWeights(weights, microbatches, self._reduction, self._grad_scale)
+        other = SharedGradientWeights(weights, len(grad_scales), self._reduction)
+        other.grad_scales = grad_scales
+        return other
 
     def __len__(self) -> int:
         return len(self._weights)

@@ -26,7 +26,13 @@ def main() -> None:
             checkpoint.save_pretrained(folder, stage, max_shard_size=size if rank else "5GB")
         except rrfp.ConfigError as error:
             refused.append(str(error))
-    print(json.dumps({"rank": rank, "refused": refused}))  # noqa: T201
+    paths: dict[str, str] = {}
+    for name, own in (("folder", f"{folder}-{rank}"), ("checkpoint", folder if rank else None)):
+        try:
+            checkpoint.save_pretrained(**{"folder": folder, "modules": stage, name: own})  # type: ignore[arg-type]
+        except rrfp.ConfigError as error:
+            paths[name] = str(error)
+    print(json.dumps({"rank": rank, "refused": refused, "paths": paths}))  # noqa: T201
     dist.destroy_process_group()
 
 

@@ -201,7 +201,7 @@ def test_all_flags_that_are_on_are_named_at_once() -> None:
     check_config(SimpleNamespace(cuda_graph_impl="none", gtp_weight_remat_size=1))
 
 
-@pytest.mark.parametrize("name", ["order", "strict", "replay", "split", "chunks", "loss_fn", "seed"])
+@pytest.mark.parametrize("name", ["order", "strict", "replay", "split", "chunks", "loss_fn", "seed", "share_replicas"])
 def test_options_that_megatron_decides_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must not be passed: "):
         check_options({name: None})

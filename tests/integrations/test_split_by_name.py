@@ -12,6 +12,7 @@ import pytest
 import torch
 from installed import ROOT
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rrfp
 
@@ -318,10 +319,230 @@ def test_names_that_do_not_fit_are_refused(at: Any, message: str) -> None:
     assert refusal(build(), at, sample=SAMPLE).startswith(message)
 
 
+class Nested(Plain):
+    """What a hook on the container does to gradients torch.fx does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        y: Tensor = self.inner(self.first(x))
+        return y
+
+
 def test_hooks_that_no_part_would_call_are_refused() -> None:
     model = build()
     model.register_forward_hook(lambda *_: None)
-    assert refusal(model).startswith("model is a Writer with forward hooks of its own, which no part would call")
+    assert refusal(model).startswith("model has forward hooks on a Writer that is cut, must have them on modules withi")
+    nested = build(Nested)
+    nested.get_submodule("inner").register_full_backward_hook(lambda *_: None)
+    assert refusal(nested, ["inner.second"], check=False).startswith("model has backward hooks on a Plain that is cut")
+
+
+class Half(Plain):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y: Tensor = self.second(torch.mm(self.first(x), self.first.weight))
+        return y
+
+
+class Whole(Plain):
+    """In the caller's autocast only one part of it is to run in full precision."""
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y: Tensor = torch.mm(self.first(x), self.first.weight)
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+class Frozen(Plain):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = self.first(x)
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+class Rounded(torch.autograd.Function):
+    """Passes gradients straight through, which torch.fx would not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Rounding(Plain):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        y: Tensor = self.second(Rounded.apply(self.first(x)))  # type: ignore[no-untyped-call]
+        return y
+
+
+class Recomputing(Plain):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        y: Tensor = checkpoint(self.first, x, use_reentrant=False)
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Half, "it enters torch.autocast"),
+        (Whole, "it enters torch.autocast"),
+        (Frozen, "it computes something without gradients, or in an autograd.Function"),
+        (Rounding, "it computes something without gradients, or in an autograd.Function"),
+        (Recomputing, "it checkpoints activations, or has other hooks for saved tensors"),
+    ],
+)
+def test_contexts_that_parts_would_leave_out_are_refused(model: type[Plain], reason: str) -> None:
+    """Also without a check, whose tolerance for bfloat16 would let a part in full precision pass."""
+    enters = torch.autocast.__enter__
+    message = refusal(build(model), ["second"], check=False)
+    assert f"whose forward torch.fx cannot follow (TypeError: {reason}, in {__file__}:" in message
+    assert torch.autocast.__enter__ is enters
+
+
+class Around(nn.Module):
+    """The same contexts within a submodule stay, where it is called as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.second = Half(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.inner(x).float())
+        return y
+
+
+def test_contexts_of_submodules_stay() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model, x = Around(), torch.randn(3, WIDTH)
+    first, _ = rrfp.split(model, 2, at=["second"], sample=x)
+    assert torch.equal(first.chunks[0](x)[0], model.inner(x).float())
+
+
+class Adding(Plain):
+    """Augmented assignments write: what has another name for the tensor sees it."""
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        length = x.shape[1]
+        total = length
+        total += 1
+        y = z = self.first(x) * length
+        y += total
+        w = self.second(y * 2 + z)
+        y -= 0.5
+        return w * y  # type: ignore[no-any-return]
+
+
+def test_augmented_assignments_write_as_in_the_whole() -> None:
+    """On both sides of a cut, without a check that would refuse a difference."""
+    model, x = build(Adding), torch.randn(3, WIDTH).double()
+    parts = rrfp.split(model, 2, at=["second"], check=False)
+    loss = model(x).square().mean()
+    loss.backward()
+    wanted = gradients(model)
+    with parts.local(loss_fn=lambda output, _: output.square().mean()).blocking() as pipe:
+        assert pipe.step([x], [None]).loss == pytest.approx(loss.item(), rel=1e-14)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Summing(Plain):
+    """It adds to a tensor that depends on no input: another one in each call."""
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        total = torch.zeros(WIDTH, dtype=torch.double)
+        total += self.first(x).sum(0)
+        y = self.second(x + total)
+        total += 1
+        return y * total  # type: ignore[no-any-return]
+
+
+def test_a_tensor_that_each_call_makes_and_writes_is_made_by_each_call() -> None:
+    model, batch = build(Summing), [torch.randn(3, WIDTH).double() for _ in range(3)]
+    parts = rrfp.split(model, 2, at=["second"], sample=batch[0])
+    losses = [model(x).square().mean() for x in batch]
+    torch.autograd.backward([loss / len(batch) for loss in losses])
+    wanted = gradients(model)
+    for _ in range(2):
+        with parts.local(loss_fn=lambda output, _: output.square().mean()).blocking() as pipe:
+            assert pipe.step(batch, [None] * 3).losses == pytest.approx([loss.item() for loss in losses], rel=1e-14)
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Scaled(Plain):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        rows = torch.ones(self.scale.shape[0], dtype=x.dtype)
+        y: Tensor = self.second(self.first(x) * (2 * self.scale)) * rows
+        return y
+
+
+def test_what_a_forward_computes_of_a_buffer_follows_the_buffer() -> None:
+    """It is loaded, or moved, after the model was cut."""
+    model, x = build(Scaled), torch.randn(3, WIDTH).double()
+    first, second = rrfp.split(model, 2, at=["second"], check=False)
+    model.get_buffer("scale").fill_(3.0)
+    assert torch.equal(second.chunks[0](*first.chunks[0](x)), model(x))
+
+
+class Late(Plain):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        ones = torch.ones(WIDTH, dtype=torch.double)
+        y = self.second(self.first(x) + ones)
+        ones.fill_(2.0)
+        return y * ones  # type: ignore[no-any-return]
+
+
+def test_a_tensor_that_changes_behind_its_use_is_refused() -> None:
+    message = refusal(build(Late), ["second"], check=False)
+    assert "(TypeError: it writes a tensor that depends on no input, after its first use" in message
+
+
+class Averaging(nn.Module):
+    """Its second part reads what its first part has written."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.mean.view(-1).copy_(y.detach().mean(0))
+        return self.second(y) - self.mean  # type: ignore[no-any-return]
+
+
+class Counting(Averaging):
+    """It writes in one part alone, by an assignment to a name of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mean
+        mean += self.first(x).detach().mean(0)
+        return self.second(self.first(x) - mean)  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_is_written_belongs_to_one_part() -> None:
+    x = torch.randn(3, WIDTH).double()
+    wanted = "model is a Averaging whose forward writes the buffer 'mean', which parts 0 and 1 both use: must be used"
+    assert refusal(build(Averaging), ["second"], sample=x).startswith(wanted)
+    model = build(Counting)
+    first, _ = rrfp.split(model, 2, at=["second"], sample=x)
+    assert not model.get_buffer("mean").any()  # the check has left no trace
+    first.chunks[0](x)
+    torch.testing.assert_close(model.get_buffer("mean"), model.get_submodule("first")(x).mean(0))
 
 
 @pytest.mark.parametrize(("arguments", "needs"), [({}, "the check that check=F"), ({"cuts": "times"}, "cuts='times'")])

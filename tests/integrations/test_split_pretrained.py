@@ -134,6 +134,17 @@ def test_a_chain_of_blocks_is_loaded_too(tmp_path: Path) -> None:
     assert torch.equal(other(torch.ones(2, 3)), chain(torch.ones(2, 3)))
 
 
+def test_memory_without_values_has_them_once_it_is_loaded(tmp_path: Path) -> None:
+    """Statistics of a norm too, which `to_empty` has noted as without."""
+    chain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    save_file(chain.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        stages = rrfp.split(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 1)
+    stages[0].chunks[0].to_empty(device="cpu")
+    stages.load_pretrained(tmp_path)
+    assert all(torch.equal(each, chain.state_dict()[name]) for name, each in stages[0].state_dict().items())
+
+
 class Rotated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +231,19 @@ def bad_folders() -> Iterator[tuple[str, Callable[[Path], object], str]]:
     yield "tied", changed(lambda entries: entries.update(two)), "has two values of 'model.embed_tokens.weight' and"
     yield "cut off", lambda folder: (folder / "model.safetensors").write_bytes(b"1234567890"), "must be a complete"
 
+    def shifted(folder: Path) -> None:
+        """One entry says that it lies where another one does."""
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header[name]["data_offsets"] = header[name.replace("up", "gate")]["data_offsets"]
+        path.write_bytes(
+            data[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(length) + data[8 + length :]
+        )
+
+    yield "overlap", shifted, "must be a complete safetensors file: its entries overlap, or leave bytes between"
+
     def indexed(text: str) -> Callable[[Path], object]:
         def spoil(folder: Path) -> None:
             (folder / "model.safetensors").rename(folder / "weights.safetensors")
@@ -233,7 +257,7 @@ def bad_folders() -> Iterator[tuple[str, Callable[[Path], object], str]]:
     yield "wrong index", indexed(wrong), "lacks 'lm_head.weight', must have it"
 
 
-@pytest.mark.parametrize("case", range(9))
+@pytest.mark.parametrize("case", range(10))
 def test_a_folder_that_does_not_fit_is_refused(case: int, tmp_path: Path) -> None:
     _, spoil, message = list(bad_folders())[case]
     saved(build("llama", tie_word_embeddings=True), tmp_path)

@@ -180,6 +180,32 @@ def test_arguments_that_do_not_fit_are_refused(model: Any, arguments: dict[str, 
     assert str(refusal.value).startswith(message)
 
 
+def test_hooks_of_the_chain_are_refused() -> None:
+    chain = nn.Sequential(*blocks())
+    chain.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(rrfp.ConfigError, match=r"^model has backward hooks on a Sequential that is cut, must have"):
+        rrfp.split(chain, 2)
+
+
+def test_statistics_that_two_parts_would_keep_are_refused() -> None:
+    """Each rank would have the means of its own calls, and the whole has those of both."""
+    norm = nn.BatchNorm1d(WIDTH)
+    wanted = r"^model is a Sequential whose forward writes the buffer '2.running_mean', which parts 0 and 1 both use"
+    with pytest.raises(rrfp.ConfigError, match=wanted):
+        rrfp.split(nn.Sequential(norm, nn.Tanh(), norm), 2)
+    assert len(rrfp.split(nn.Sequential(norm, norm, nn.Tanh()), 2, cuts=[2])) == 2
+    constant = nn.Sequential(nn.BatchNorm1d(WIDTH))
+    constant.register_buffer("shift", torch.zeros(WIDTH))
+    other = nn.Tanh()
+    other.register_buffer("shift", constant.get_buffer("shift"))
+    assert len(rrfp.split(nn.Sequential(constant, other), 2)) == 2
+
+
+def test_layers_that_write_their_inputs_are_measured() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    assert len(rrfp.split(nn.Sequential(*layers), 2, cuts="times", sample=INPUTS[0].float())) == 2
+
+
 @pytest.mark.long
 def test_of_several_ranks_the_first_ones_measured_cuts_count() -> None:
     lines = reports("integrations/measured_cuts.py", ranks=2, timeout_s=50)

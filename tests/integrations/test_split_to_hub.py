@@ -92,6 +92,12 @@ def test_each_rank_writes_its_own_stage(replicas: int, tmp_path: Path) -> None:
     arguments = (str(tmp_path / "trained"), str(replicas))
     refused = forked.reports("integrations/hub_rank.py", *arguments, ranks=2 * replicas, timeout_s=60)
     (reason,) = {text for each in refused for text in each["refused"]}
+    folder = str(tmp_path / "trained")
+    for each in refused:
+        assert each["paths"] == {
+            "folder": f"folder is '{folder}-0' on rank 0 and '{folder}-1' on rank 1, must be the same",
+            "checkpoint": f"checkpoint is None on rank 0 and '{folder}' on rank 1, must be the same",
+        }
     assert reason == "max_shard_size is '0GB', must be a whole number of bytes >= 1, or such as '5GB'"
     assert [path.name for path in sorted((tmp_path / "trained").glob("*.safetensors"))] == [
         "model-00001-of-00002.safetensors",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.ranks import ThreadedRanks
 from torch import Tensor, nn
 
 import rrfp
@@ -59,6 +60,15 @@ def test_a_plan_without_cuts_goes_with_modules_of_ones_own() -> None:
         assert pipe.step([torch.ones(1, 4)], [torch.ones(1, 4)]).loss is not None
 
 
+def test_ranks_whose_plans_cut_the_model_differently_do_not_start() -> None:
+    plans = [document(chunks=1, placement="looped", cuts=[cut], split=False) for cut in (3, 4)]
+    own = {rank: {"plan": plan} for rank, plan in enumerate(plans)}
+    outcomes = ThreadedRanks([nn.Linear(4, 4), nn.Linear(4, 4)], lambda *_: None, own).join()
+    for outcome in outcomes:
+        assert "partition" in str(outcome.error)
+        assert "8 layers, cut at [3]" in str(outcome.error)
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -100,6 +110,10 @@ def test_a_file_that_is_no_plan_is_refused_by_its_name(tmp_path: Path, text: str
         ({"plan": document(layers=9)}, "plan is for a model of 9 layers, must be for 8, as this one has"),
         ({"plan": document(), "stages": 2}, "stages is 2 beside a plan, which has it: must not be passed"),
         ({"plan": document(), "cuts": "times"}, "cuts is 'times' beside a plan, which has it: must not be passed"),
+        (
+            {"plan": document(placement="looped"), "placement": "v"},
+            "placement is 'v' beside a plan, which has it: must not be passed",
+        ),
         ({}, "stages is None, must be a whole number >= 1"),
         (
             {"stages": 2, "measure": True},

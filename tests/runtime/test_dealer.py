@@ -103,6 +103,20 @@ def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
             assert foreign == [(replica_seed(0, 0), m) for m in range(GIVEN[0] - len(foreign), GIVEN[0])]
 
 
+def test_each_caller_scales_the_gradients_of_its_own_microbatches() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> None:
+        for number in range(STEPS):
+            pipe.step(**batch_of(rank, number), grad_scale=1.0 + MESH.place_of(rank).replica)
+
+    ranks = programs()
+    run(ranks, body).join()
+    total = sum(sum(1.0 + m for m in range(count)) for count in GIVEN)
+    for batch in (batch for rank in (2, 3) for batch in ranks[rank].reopened):
+        for m, factor in enumerate(batch.gradient_weights):
+            seed, home = batch.homes[m]
+            assert factor == (1.0 + home) / total * (1.0 if seed == replica_seed(0, 0) else 2.0)
+
+
 def test_with_sizes_each_replica_runs_as_much_whatever_the_number() -> None:
     sizes = ([6, 1, 1, 6, 6, 1, 1, 6], [1, 2, 1, 1, 2, 1])
 

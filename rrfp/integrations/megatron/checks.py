@@ -51,6 +51,7 @@ DECIDED: Mapping[str, str] = {
     "seed": "Megatron draws from its own generators",
     "partition": "the model has its own",
     "check_replicas": "Megatron sums gradients itself",
+    "share_replicas": "each replica has a pipeline of its own, and Megatron's iterators have its microbatches",
     "first_step": "steps are Megatron's",
     "lane": "tasks need a thread",
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.layered import Layered, Sample
+from rrfp.integrations.splitting.layered import Layered, Sample, check_hooks
 from rrfp.integrations.splitting.weights import Weights
 from rrfp.log import get_logger
 
@@ -165,7 +165,6 @@ class DecoderLayout:
 
     #: Those ahead of the layers, with their stand-ins in parts that receive hidden states.
     before: Mapping[str, _StandIn]
-    #: The list of layers.
     layers: str
     #: Those behind the layers, which return what they receive in all parts but the last.
     after: tuple[str, ...]
@@ -254,6 +253,8 @@ class LayeredDecoder(Layered):
     def __init__(self, model: Any) -> None:
         self._layout = layout = DecoderLayout.of(model)
         self.model, base = model, model.base_model
+        for each in (model, base):
+            check_hooks(each)
         self._base = next(name for name, module in model.named_modules() if module is base)
         head = [name for name in layout.head if self._base and hasattr(model, name)]
         self.before = [getattr(base, name) for name in layout.before]

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Entry:
     shape: torch.Size
     #: Of the first byte.
     offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
         """In memory of its own."""
@@ -114,7 +120,6 @@ class HubFolder:
 
     @property
     def names(self) -> list[str]:
-        """The names of all entries."""
         return list(self._file_of)
 
     def entry(self, name: str) -> Entry:
@@ -129,7 +134,7 @@ class HubFolder:
         first, second = self.entry(name), self.entry(other)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        count = first.shape.numel() * first.dtype.itemsize
+        count = first.num_bytes
         with first.path.open("rb") as file, second.path.open("rb") as another:
             file.seek(first.offset)
             another.seek(second.offset)
@@ -150,7 +155,11 @@ def _entries_of(path: Path) -> dict[str, Entry]:
                 raise _unreadable(path, "its header is longer than the file")
             header = json.loads(file.read(length))
         entries = {name: each for name, each in header.items() if name != "__metadata__"}
-        return {name: _entry(path, name, each, 8 + length, size) for name, each in entries.items()}
+        found = {name: _entry(path, name, each, 8 + length, size) for name, each in entries.items()}
+        spans = sorted((each.offset, each.offset + each.num_bytes) for each in found.values())
+        if any(stop != start for (_, stop), (start, _) in pairwise([(0, 8 + length), *spans, (size, size)])):
+            raise _unreadable(path, "its entries overlap, or leave bytes between them")
+        return found
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.activations import ActivationMeter
+from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
 from rrfp.integrations.splitting.weights import Weights
@@ -42,7 +43,6 @@ class Sample:
 class Layered(ABC):
     """A model as a chain of layers, cut between any two."""
 
-    #: The whole model.
     model: nn.Module
     #: Modules that run ahead of the first layer, such as an embedding; always in the first part.
     before: Sequence[nn.Module]
@@ -54,6 +54,8 @@ class Layered(ABC):
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     #: Whether RRFP's tests compare the parts of such a model with the whole.
     is_tested: bool = False
+    #: Tensors of the model that its own forward is known to write.
+    written: Sequence[Tensor] = ()
 
     @abstractmethod
     def parts(self, cuts: Sequence[int]) -> list[nn.Module]:
@@ -85,8 +87,10 @@ class Layered(ABC):
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """All modules in eval mode: no dropout, no statistics written."""
+    """All modules in eval mode: no dropout, no statistics written; what writes buffers all the same is undone."""
     modes = [(module, module.training) for model in models for module in model.modules()]
+    buffers = {id(buffer): buffer for model in models for buffer in model.buffers()}.values()
+    kept = [(buffer, buffer._version, buffer.clone()) for buffer in buffers if not buffer.is_inference()]
     for model in models:
         model.eval()
     try:
@@ -94,6 +98,39 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        with torch.no_grad():
+            for buffer, version, values in kept:
+                if buffer._version != version:
+                    buffer.copy_(values)
+
+
+def check_hooks(model: nn.Module, *, only_backward: bool = False) -> None:
+    """Raise a ConfigError for hooks of a module that is cut."""
+    forward = [] if only_backward else [*model._forward_hooks, *model._forward_pre_hooks]
+    if forward or model._backward_hooks or model._backward_pre_hooks:
+        which = "forward" if forward else "backward"
+        raise ConfigError(
+            f"model has {which} hooks on a {type(model).__name__} that is cut, must have them on modules within a "
+            "part: no part would call them as the whole does"
+        )
+
+
+def check_shared_buffers(layered: Layered, parts: Sequence[nn.Module]) -> None:
+    """Raise a ConfigError for a buffer that several parts have and a forward writes: each would have its own values."""
+    written = {id(tensor) for tensor in layered.written}
+    holders: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        for path, module in part.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or holders.setdefault(id(buffer), index) == index:
+                    continue
+                is_norm = not module._modules and writes_buffers_in_forward(module)
+                if is_norm or id(buffer) in written:
+                    raise ConfigError(
+                        f"model is a {type(layered.model).__name__} whose forward writes the buffer "
+                        f"{'.'.join(filter(None, (path, name)))!r}, which parts {holders[id(buffer)]} and {index} both "
+                        "use: must be used in one part; cut it elsewhere"
+                    )
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -110,7 +147,6 @@ class LayerCosts:
 
     #: Of all that is ahead of the first layer.
     before: float
-    #: The cost of each layer.
     layers: Sequence[float]
     #: Of all that is behind the last layer.
     after: float
@@ -278,10 +314,12 @@ def _taken(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     backward: list[float] = []
     with torch.enable_grad():
         # Counted apart from the times: hooks that see every saved tensor take some.
-        _, kept = ActivationMeter(module).run(lambda: module(*args, **kwargs), None, ())
+        own, named = _fresh(args, kwargs)
+        _, kept = ActivationMeter(module).run(lambda: module(*own, **named), None, ())
         for _ in range(REPEATS):
+            own, named = _fresh(args, kwargs)
             with _timed(wanted, forward):
-                outputs = [tensor for tensor in tensors_of(module(*args, **kwargs)) if tensor.requires_grad]
+                outputs = [tensor for tensor in tensors_of(module(*own, **named)) if tensor.requires_grad]
             with _timed(wanted, backward):
                 if outputs:
                     ones = [torch.ones_like(tensor) for tensor in outputs]
@@ -294,6 +332,15 @@ def _learning(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().requires_grad_()
     return value
+
+
+def _fresh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies with a history: a layer such as an in-place ReLU writes into what it is given."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from rrfp.integrations.splitting.layered import (
     MeasuredLayers,
     Sample,
     check_cuts,
+    check_hooks,
+    check_shared_buffers,
     evaluating,
     tensors_of,
 )
@@ -61,6 +63,8 @@ class LayeredSequential(Layered):
         for index, block in enumerate(model):
             if not isinstance(block, nn.Module):
                 raise ConfigError(f"model[{index}] is a {type(block).__name__}, must be an nn.Module")
+        if isinstance(model, nn.Sequential):
+            check_hooks(model)
         self.model = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
         self.before, self.layers, self.after = (), tuple(self.model), ()
         self.is_tested = True
@@ -139,7 +143,8 @@ def split(
     layered = _layered(model, at, batch)
     planned = None if plan is None else Plan.read(plan)
     if planned is not None:
-        given = {"stages": stages, "cuts": cuts, "chunks": chunks}
+        placed = None if placement in ("looped", planned.placement) else placement
+        given = {"stages": stages, "cuts": cuts, "placement": placed, "chunks": chunks}
         cuts = _planned_cuts(planned, len(layered.layers), given)
         stages, placement, chunks = planned.stages, planned.placement, planned.chunks
     layout = _layout(stages, placement, chunks, cuts)
@@ -158,6 +163,7 @@ def split(
     else:
         chosen = check_cuts(cuts, count, virtual_stages)
     parts = layered.parts(chosen)
+    check_shared_buffers(layered, parts)
     if check or (check is None and not layered.is_tested):
         reason = "check=True" if check else "the check that check=False leaves out"
         check_parts(layered, parts, _needed(layered, batch, reason))
@@ -249,6 +255,7 @@ def check_parts(layered: Layered, parts: Sequence[nn.Module], sample: Sample) ->
     with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):
         output, loss = layered.run(sample)
         wanted = _results(output, loss, learning)
+    with torch.random.fork_rng(), torch.enable_grad(), evaluating(layered.model, *parts):
         output = _output(layered, parts, sample)
         if loss is not None and layered.loss_fn is not None:
             loss = layered.loss_fn(output, sample.target)
@@ -300,6 +307,8 @@ def _deviation(actual: Tensor | None, wanted: Tensor | None) -> float:
     """How far apart two tensors are, in units of what is allowed."""
     if actual is None or wanted is None:
         return 0.0 if actual is wanted else math.inf
+    if actual.dtype != wanted.dtype:
+        return math.inf
     share = _share(actual, wanted)
     return math.inf if math.isnan(share) else share / (TOLERANCE * torch.finfo(wanted.dtype).eps)
 
@@ -308,7 +317,6 @@ def _share(actual: Tensor, wanted: Tensor) -> float:
     """The largest difference, as a share of the largest entry of ``wanted``."""
     if actual.shape != wanted.shape:
         return math.inf
-    actual = actual.to(wanted.dtype)
     if torch.allclose(actual, wanted, rtol=0, atol=0, equal_nan=True):
         return 0.0
     difference, largest = (float(each.abs().max()) for each in (actual - wanted, wanted))
@@ -318,4 +326,6 @@ def _share(actual: Tensor, wanted: Tensor) -> float:
 def _size(actual: Tensor | None, wanted: Tensor | None) -> str:
     if actual is None or wanted is None:
         return "all of it: the parts have none" if actual is None else "all of it: the whole has none"
+    if actual.dtype != wanted.dtype:
+        return f"its dtype: {actual.dtype} in the parts, {wanted.dtype} in the whole"
     return f"{_share(actual, wanted):.1e} of its largest entry"

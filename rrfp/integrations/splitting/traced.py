@@ -7,24 +7,44 @@ All others are called as they are. So shapes may differ from microbatch to micro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.layered import Layered, Sample, evaluating
+from rrfp.integrations.splitting.layered import Layered, Sample, check_hooks, evaluating
 
 #: Functions of numbers; torch does not hand them to the tracer where these are symbols.
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
 
 #: How the value of a symbol decides what a forward does.
 _ASKED: Mapping[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "len": len, "is_tensor": torch.is_tensor}
+
+#: Augmented assignments. torch.fx takes ``x += y`` for ``x = x + y``, which leaves other names of x as they are.
+_ASSIGNMENTS = [
+    name for name in operator.__all__ if name[0] == "i" and {name[1:], f"{name[1:]}_"} & {*operator.__all__}
+]
+
+#: Methods and functions whose result may be in the memory of their first argument.
+_VIEWS = {
+    *("chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "getattr", "getitem", "movedim"),
+    *("narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind"),
+    *("unflatten", "unsqueeze", "view", "view_as"),
+}
+
+#: Contexts that a part would leave out, and what a forward does there.
+_CONTEXTS: Mapping[type, str] = {
+    torch.autocast: "enters torch.autocast",
+    saved_tensors_hooks: "checkpoints activations, or has other hooks for saved tensors",
+}
 
 _BY_HAND = "move that line into a submodule, or cut the model by hand"
 
@@ -42,6 +62,7 @@ class LayeredTraced(Layered):
         followed = _followed(model, self._at, sample)
         self._nodes, self._constants = list(followed.graph.nodes), followed.constants
         self._starts = [0, *(followed.starts[name] for name in self._at), len(self._nodes)]
+        self.written = [_tensor_of(model, node) for node in _written(self._nodes)]
         self.before, self.after = (), ()
         self.layers = self.parts(range(1, len(self._at) + 1))
 
@@ -68,7 +89,11 @@ class LayeredTraced(Layered):
                 made[node] = graph.node_copy(node, copied)
             return made[node]
 
-        for node in self._nodes[start:stop]:
+        own = self._nodes[start:stop]
+        for node in own:
+            if (target := _assigned(node)) in made:  # what another part sent must not be written
+                made[target] = graph.call_function(owned, (made[target],))
+        for node in own:
             if not _is_made_anew(node):
                 copied(node)
         if stop < len(self._nodes):
@@ -113,15 +138,37 @@ class _Symbol(_Asked):
     """Stands for a tensor or a number."""
 
 
+def _define_assignment(name: str) -> None:
+    def assigned(self: _Symbol, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", assign, (name, self, other), {})
+
+    setattr(_Symbol, f"__{name}__", assigned)
+
+
+for _name in _ASSIGNMENTS:
+    _define_assignment(_name)
+
+
 class _Attribute(_Asked, fx.proxy.Attribute):
     """Stands for an attribute of one, or a method that is about to be called."""
 
 
 class _Follower(fx.Tracer):
-    """Follows a forward, with symbols for the arguments ``given``; notes where the submodules ``at`` begin."""
+    """Follows a forward, with symbols for the arguments ``given``; notes where the submodules ``at`` begin.
+
+    ``copied`` names tensors that the forward makes of no symbol and writes: each call of it has to have its own.
+    """
+
+    # A buffer is a symbol too: what a forward computes of it changes when it is loaded.
+    proxy_buffer_attributes = True
 
     def __init__(
-        self, at: Sequence[str], given: Mapping[str, Any], has_values: bool, known: Sequence[Any] | None
+        self,
+        at: Sequence[str],
+        given: Mapping[str, Any],
+        has_values: bool,
+        known: Sequence[Any] | None = None,
+        copied: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._at, self._given, self._has_values = at, given, has_values
@@ -134,13 +181,19 @@ class _Follower(fx.Tracer):
         self._known = None if known is None else iter(known)
         #: Tensors that the forward makes of no symbol, by the names that torch.fx gives them.
         self.constants: dict[str, Tensor] = {}
+        self._copied: dict[str, fx.Node | None] = dict.fromkeys(copied)
+        #: The tensors that it uses as they are, with torch's count of writes then.
+        self._used: list[tuple[Tensor, int]] = []
+        self._has_gradients = torch.is_grad_enabled()
 
     def follow(self, model: nn.Module) -> None:
         paths = {name[:end] for name in self._at for end, letter in enumerate(name) if letter == "."}
         before = {module: dict(vars(module)) for module in (model, *map(model.get_submodule, paths))}
         try:
-            with _symbols_in_factories(self):
+            with _symbols_in_factories(self), _contexts_refused(self):
                 self.trace(model)
+                if any(used._version != version for used, version in self._used):
+                    raise TypeError("it writes a tensor that depends on no input, after its first use")
         finally:
             after = {module: dict(vars(module)) for module in before}
             for module, attributes in before.items():
@@ -155,6 +208,26 @@ class _Follower(fx.Tracer):
     def create_args_for_root(self, root_fn: Callable[..., Any], *_: Any) -> tuple[Callable[[], Any], list[Any]]:
         symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in self._given}
         return lambda: root_fn(self.root, **symbols), []
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if torch.is_grad_enabled() != self._has_gradients:
+            raise TypeError("it computes something without gradients, or in an autograd.Function")
+        return super().create_node(*args, **kwargs)
+
+    def create_arg(self, a: Any) -> Any:
+        made: Any = super().create_arg(a)
+        if not isinstance(a, Tensor):
+            return made
+        self._used.append((a, a._version))
+        name = str(made.target)
+        if name in self._copied and self._copied[name] is None:
+            self._copied[name] = self.create_node("call_function", owned, (made,), {})
+        return self._copied.get(name) or made
+
+    def refuse(self, what: str) -> None:
+        """The forward does something that its parts would leave out."""
+        if not self._is_computing:
+            raise TypeError(f"it {what}")
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not any(name.startswith(f"{module_qualified_name}.") for name in self._at)
@@ -188,7 +261,8 @@ class _Follower(fx.Tracer):
         return known
 
     def _value(self, node: fx.Node) -> Any:
-        if not self._has_values:
+        needed = _ancestors(node)
+        if not self._has_values and any(each.op == "placeholder" for each in needed):
             raise ValueError("it depends on values of the inputs, and there is no sample= that has some")
         if self._values is None:
             self._values = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
@@ -197,12 +271,22 @@ class _Follower(fx.Tracer):
         try:
             with torch.no_grad():
                 for each in self.graph.nodes:
-                    if each not in values:
+                    if each not in values and (self._has_values or each in needed):
                         is_input = each.op == "placeholder"
                         values[each] = self._given[str(each.target)] if is_input else self._values.run_node(each)
         finally:
             self._is_computing = False
         return values[node]
+
+
+def assign(name: str, value: Any, other: Any) -> Any:
+    """In a part: an augmented assignment, which writes tensors and nothing else."""
+    return getattr(operator, name)(value, other)
+
+
+def owned(value: Any) -> Any:
+    """In a part: a copy of a tensor that it writes, and that came from another part or is used again."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def check_decided(value: Any, asked: str, decided: Any) -> None:
@@ -224,8 +308,11 @@ def _checked(model: Any, at: Any) -> tuple[str, ...]:
         if name not in known or name in at[:index]:
             problem = "which is there twice" if name in known else f"which a {type(model).__name__} lacks"
             raise ConfigError(f"at[{index}] is {name!r}, {problem}: must be names of submodules, each once")
-    if model._forward_hooks or model._forward_pre_hooks:
-        raise ConfigError(f"model is a {type(model).__name__} with forward hooks of its own, which no part would call")
+    check_hooks(model)
+    for name in at:
+        parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        for parent in parents:
+            check_hooks(model.get_submodule(parent), only_backward=True)
     return tuple(at)
 
 
@@ -233,10 +320,13 @@ def _followed(model: nn.Module, at: Sequence[str], sample: Sample | None) -> _Fo
     """The forward, which must be the same in training and evaluation."""
     given = _given(model, sample)
     with torch.random.fork_rng(), evaluating(model):
-        followed = _Follower(at, given, sample is not None, None)
+        followed = _Follower(at, given, sample is not None)
         try:
             followed.follow(model)
-            training = _Follower(at, given, sample is not None, followed.decisions)
+            if copied := {str(node.target) for node in _written(followed.graph.nodes)} & followed.constants.keys():
+                followed = _Follower(at, given, sample is not None, followed.decisions, copied)
+                followed.follow(model)
+            training = _Follower(at, given, sample is not None, followed.decisions, copied)
             model.train()
             training.follow(model)
         except Exception as error:
@@ -312,6 +402,47 @@ def _is_made_anew(node: fx.Node) -> bool:
     return node.op == "get_attr" or (node.target is getattr and node.args[1] in ("device", "dtype"))
 
 
+def _assigned(node: fx.Node) -> Any:
+    """What an augmented assignment writes."""
+    return node.args[1] if node.target is assign else None
+
+
+#: Methods that write their object.
+_WRITERS = {"__setitem__", *(f"__{name}__" for name in _ASSIGNMENTS)}
+
+
+def _written(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The tensors of no input that a forward writes by itself, as far as names of operations tell."""
+    for node in nodes:
+        name = _name_of(node)
+        writes = name in _WRITERS or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
+        source = _assigned(node) or node.kwargs.get("out") or (node.args[0] if writes and node.args else None)
+        while isinstance(source, fx.Node) and source.args and _name_of(source) in _VIEWS:
+            source = source.args[0]
+        if isinstance(source, fx.Node) and source.op == "get_attr":
+            yield source
+
+
+def _tensor_of(model: nn.Module, node: fx.Node) -> Any:
+    """What a node reads from the model."""
+    path, _, name = str(node.target).rpartition(".")
+    return getattr(model.get_submodule(path), name)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node, and all that it is computed of."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = {*waiting.pop().all_input_nodes} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _name_of(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
     for each in node.all_input_nodes:
         if _is_made_anew(each):
@@ -339,6 +470,28 @@ def _attributes(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None
     finally:
         for name in values:
             del vars(model)[name]
+
+
+@contextmanager
+def _contexts_refused(tracer: _Follower) -> Iterator[None]:
+    """Within, a forward that enters one of `_CONTEXTS` is refused: symbols have no values to compute there."""
+    enter = "__enter__"
+    own = {context: getattr(context, enter) for context in _CONTEXTS}
+
+    def refusing(context: type) -> Callable[[Any], Any]:
+        def entered(self: Any) -> Any:
+            tracer.refuse(_CONTEXTS[context])
+            return own[context](self)
+
+        return entered
+
+    try:
+        for context in own:
+            setattr(context, enter, refusing(context))
+        yield
+    finally:
+        for context, entered in own.items():
+            setattr(context, enter, entered)
 
 
 @contextmanager

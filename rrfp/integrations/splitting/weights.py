@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from rrfp.compute.without_values import is_empty, note_empty, without_values
@@ -36,7 +37,6 @@ class Recipe:
 
     @classmethod
     def copy(cls, name: str, stored: str) -> Recipe:
-        """The entry ``stored``, as it is."""
         return cls((name,), lambda read: {name: read(stored)}, stored)
 
 
@@ -48,7 +48,6 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         entries = entries_of([model])
-        #: By name, of all entries.
         self.shapes = {name: tensor.shape for name, tensor in entries.items()}
         by_tensor: dict[int, list[str]] = {}
         for name, tensor in entries.items():
@@ -182,6 +181,7 @@ def _filling(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
     with torch.no_grad():
         if not tensor.is_meta:
             yield tensor
+            increment_version(tensor)  # files are read into memory behind torch's back
             return
         filled = torch.empty_like(tensor, device=device)
         yield filled

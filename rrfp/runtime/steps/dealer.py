@@ -29,7 +29,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -137,7 +137,7 @@ class Dealer:
         self._arrived[Home(self._replica_of[sender], task.microbatch)] = message
         self._news.set()
 
-    async def deal(self, plan: Plan) -> Plan:
+    async def deal(self, plan: StepPlan) -> StepPlan:
         """The plan of the microbatches that this rank runs; its program then has their data."""
         self._last = None
         if plan.step.mode is not Mode.TRAIN:
@@ -158,7 +158,7 @@ class Dealer:
         self._last = deal
         return await self._exchanged(plan, deal)
 
-    async def _all_sizes(self, plan: Plan) -> tuple[list[list[float]], bool]:
+    async def _all_sizes(self, plan: StepPlan) -> tuple[list[list[float]], bool]:
         """The sizes of the microbatches that each replica's caller has, and whether all callers know them.
 
         A ProtocolError where the ranks of a replica have not as many.
@@ -180,7 +180,7 @@ class Dealer:
             return [[*share.sizes] for share in replicas], True
         return _ones([share.microbatches for share in replicas]), False
 
-    async def _exchanged(self, plan: Plan, deal: Deal) -> Plan:
+    async def _exchanged(self, plan: StepPlan, deal: Deal) -> StepPlan:
         """Send what others run, and wait for what this rank runs of theirs."""
         own = self._topology.replica
         homes = deal.homes[own]
@@ -216,12 +216,12 @@ class Dealer:
         """The lane comes behind the caller's work on its tensors."""
         return await self._executor.run_extra(name, call, received)
 
-    def _packed(self, plan: Plan, microbatches: Iterable[int]) -> list[Payload]:
+    def _packed(self, plan: StepPlan, microbatches: Iterable[int]) -> list[Payload]:
         """What the caller passed for some microbatches; a StageError if it cannot travel."""
         batch = plan.batch_of(self._topology.stage)
         lists = {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
         weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
-        lists |= {"weights": weights, "sizes": plan.sizes}
+        lists |= {"weights": weights, "sizes": plan.sizes, "grad_scales": _factors_of(batch).grad_scales}
         packed = []
         for m in microbatches:
             fields = {name: own[m] for name, own in lists.items() if own is not None}
@@ -245,7 +245,7 @@ class Dealer:
             raise ProtocolError(f"rank {message.sender} sent a microbatch without the structure of its tensors")
         return Payload(message.tensors, structure)
 
-    def _reopened(self, plan: Plan, deal: Deal, arrived: Sequence[Payload]) -> Plan:
+    def _reopened(self, plan: StepPlan, deal: Deal, arrived: Sequence[Payload]) -> StepPlan:
         """The plan of the deal, with which the program begins the step anew."""
         # A module may write into its inputs; what arrived is read-only.
         taken = [
@@ -263,13 +263,14 @@ class Dealer:
             return [*kept, *(blank if each is None else each for each in others)]
 
         weights, sizes = joined("weights", plan.weights, 1.0), joined("sizes", plan.sizes)
-        factors = batch.gradient_weights
-        assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+        factors = _factors_of(batch)
+        grad_scales = joined("grad_scales", factors.grad_scales)
+        assert grad_scales is not None
         new = Batch(
             joined("inputs", batch.inputs),
             joined("targets", batch.targets),
             joined("kwargs", batch.kwargs, {}),
-            factors.dealt(weights, count),
+            factors.dealt(weights, grad_scales),
             batch.return_outputs,
             batch.training_step,
             {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes)},
@@ -304,7 +305,15 @@ def _fields(payload: Payload) -> _Fields:
         value = fields.get(name)
         if value is not None and not (type(value) is float and value >= 0):
             raise ProtocolError(f"a microbatch arrived with {name} {value!r:.80}, must be a float >= 0")
+    if type(scale := fields.get("grad_scales")) is not float:
+        raise ProtocolError(f"a microbatch arrived with grad_scales {scale!r:.80}, must be a float")
     return fields
+
+
+def _factors_of(batch: Batch) -> SharedGradientWeights:
+    factors = batch.gradient_weights
+    assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
+    return factors
 
 
 def _ones(counts: Sequence[int]) -> list[list[float]]:

@@ -169,7 +169,7 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step, ready to run."""
 
     #: Its number, mode and M.
@@ -230,7 +230,7 @@ class StepPlanner:
         training_step: int = 0,
         refused: int = 0,
         loss_scale: float | None = None,
-    ) -> Plan:
+    ) -> StepPlan:
         """Check ``request`` against the pipeline; a ConfigError says what does not fit.
 
         Args:
@@ -250,7 +250,7 @@ class StepPlanner:
         kwargs: Any = request.kwargs
         is_by_stage = isinstance(kwargs, Mapping) and not any(type(key) is str for key in kwargs)
         lists: tuple[Any, Any, Any] = inputs, targets, None if is_by_stage else kwargs  # nothing is whole any more
-        return Plan(
+        return StepPlan(
             StepId(number, request.mode, count),
             Batch(*lists, self._factors(request, count, loss_scale), request.return_outputs, training_step),
             None if request.weights is None else tuple(request.weights),
