@@ -397,16 +397,8 @@ class PipelineHandle(_Face):
                 module of each part that is called with any.
             targets: second argument of ``loss_fn`` on the last virtual stage; where several parts of the graph have
                 losses, a dict of such lists by part.
-            arguments: ``kwargs``: further keyword arguments: a list for every module of this process, or a dict with a
-                list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's,
-                or with a graph one for each part.
-                ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
-                virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
-                ``sizes``: the size of each microbatch, in any unit, for hints that read it. ``microbatches``: M, where
-                no list is passed or a whole batch is to be cut. ``grad_scale``: a factor on every gradient, 1.0 by
-                default; the reported loss is without it. ``reduce_gradients``: False leaves gradients unreduced over
-                data-parallel replicas, for all but the last of several steps that accumulate. ``visits``: for each
-                optional part of the graph that some microbatch skips, M booleans; the same on all ranks of a replica.
+            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches``, ``visits``, ``grad_scale``,
+                ``reduce_gradients``: see `rrfp.runtime.steps.plan.StepArguments`.
 
         Returns:
             The result of the step, on every rank. ``seconds``, ``breakdown`` and the peaks need the reports of all
@@ -434,10 +426,8 @@ class PipelineHandle(_Face):
         Args:
             inputs: as in `step`.
             targets: as in `step`; without them there are no losses, and no loss of a part that the dict lacks.
-            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches`` and ``visits`` as in `step`.
-                ``return_outputs``: whether the result's ``outputs`` hold the outputs of the last virtual stage,
-                detached, on its rank: True, False, or None for True where no loss is computed. Where several parts
-                have losses, each output is a dict by part.
+            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches``, ``visits`` as in `step`, and
+                ``return_outputs``: see `rrfp.runtime.steps.plan.EvaluateArguments`.
 
         Returns:
             The result, on every rank.

@@ -98,26 +98,44 @@ VisitArgument = Mapping[str, Sequence[bool]]
 
 
 class CommonArguments(TypedDict, total=False):
-    """The keyword arguments of any step; `rrfp.Pipeline.step` says what they mean."""
+    """The keyword arguments of any step."""
 
     kwargs: Kwargs | None
+    """Further keyword arguments: a list for every module of this process, or a dict with a list for each stage that has
+    any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's, or with a graph one for each part."""
+
     weights: Sequence[float] | None
+    """Of the microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage. A microbatch
+    of weight 0 is in neither loss nor gradients."""
+
     sizes: Sequence[float] | None
+    """The size of each microbatch, in any unit, for hints that read it."""
+
     microbatches: int | None
+    """M, where no list is passed or a whole batch is to be cut."""
+
     visits: VisitArgument | None
+    """For each optional part of the graph that some microbatch skips, M booleans; the same on all ranks of a
+    replica."""
 
 
 class EvaluateArguments(CommonArguments, total=False):
     """The keyword arguments of an evaluation."""
 
     return_outputs: bool | None
+    """Whether the result's ``outputs`` hold the outputs of the last virtual stage, detached, on its rank: True, False,
+    or None for True where no loss is computed. Where several parts have losses, each output is a dict by part."""
 
 
 class StepArguments(CommonArguments, total=False):
     """The keyword arguments of a training step."""
 
     grad_scale: float
+    """A factor on every gradient, 1.0 by default; the reported loss is without it."""
+
     reduce_gradients: bool
+    """False leaves gradients unreduced over data-parallel replicas, for all but the last of several steps that
+    accumulate."""
 
 
 _KNOWN = {
