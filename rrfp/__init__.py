@@ -5,10 +5,11 @@ Public names are loaded when first used, so that the pure core can be imported w
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+from rrfp.lazy_names import homes_of, lazy_names
+
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
     from rrfp import callbacks as callbacks
     from rrfp import checkpoint as checkpoint
@@ -48,46 +49,34 @@ if TYPE_CHECKING:
     from rrfp.transports.base import Transport as Transport
     from rrfp.version import __version__ as __version__
 
-#: Every public name, by the module that defines it.
-_PUBLIC = {
-    "rrfp.compute.caller_context": ("CallerModes",),
-    "rrfp.compute.gradients.adopted": ("AdoptedGradients",),
-    "rrfp.compute.lanes.base": ("Execution", "Lane", "OfferSlot"),
-    "rrfp.compute.payload": ("Payload",),
-    "rrfp.compute.program": ("Batch", "StageProgram"),
-    "rrfp.compute.split.backward": ("SplitBackward",),
-    "rrfp.memory.admission": ("Limit",),
-    "rrfp.core.hint": ("Hint", "View"),
-    "rrfp.core.ready_set": ("ReadySet",),
-    "rrfp.model.microbatches": ("Microbatches", "microbatches"),
-    "rrfp.model.tasks": ("Kind", "Mode", "StepId", "Task"),
-    "rrfp.model.topology": ("Topology",),
-    "rrfp.errors": ("ConfigError", "PipelineAborted", "RrfpError"),
-    "rrfp.model.declared": ("Graph",),
-    "rrfp.integrations.splitting.stages": ("merge_state_dict",),
-    "rrfp.integrations.splitting.split": ("split",),
-    "rrfp.pipeline.api": ("local", "Pipeline"),
-    "rrfp.runtime.steps.result": ("StepResult",),
-    "rrfp.runtime.statistics": ("RankStatistics",),
-    "rrfp.transports.base": ("Message", "Transport"),
-    "rrfp.version": ("__version__",),
-}
+_HOMES = homes_of(
+    {
+        "rrfp.callbacks": "callbacks",
+        "rrfp.checkpoint": "checkpoint",
+        "rrfp.compute.caller_context": "CallerModes",
+        "rrfp.compute.gradients.adopted": "AdoptedGradients",
+        "rrfp.compute.lanes.base": "Execution Lane OfferSlot",
+        "rrfp.compute.payload": "Payload",
+        "rrfp.compute.program": "Batch StageProgram",
+        "rrfp.compute.split.backward": "SplitBackward",
+        "rrfp.core.hint": "Hint View",
+        "rrfp.core.ready_set": "ReadySet",
+        "rrfp.errors": "ConfigError PipelineAborted RrfpError",
+        "rrfp.hints": "hints",
+        "rrfp.integrations.splitting.split": "split",
+        "rrfp.integrations.splitting.stages": "merge_state_dict",
+        "rrfp.memory.admission": "Limit",
+        "rrfp.model.declared": "Graph",
+        "rrfp.model.microbatches": "Microbatches microbatches",
+        "rrfp.model.tasks": "Kind Mode StepId Task",
+        "rrfp.model.topology": "Topology",
+        "rrfp.pipeline.api": "Pipeline local",
+        "rrfp.runtime.statistics": "RankStatistics",
+        "rrfp.runtime.steps.result": "StepResult",
+        "rrfp.transports": "transports",
+        "rrfp.transports.base": "Message Transport",
+        "rrfp.version": "__version__",
+    }
+)
 
-#: Public packages, which are attributes without an import of their own.
-_PACKAGES = ("callbacks", "checkpoint", "hints", "transports")
-
-_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
-
-__all__ = sorted([*_HOMES, *_PACKAGES])
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"rrfp.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rrfp' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOMES)

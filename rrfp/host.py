@@ -47,7 +47,6 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 class ProcessIdentity:
     """One process."""
 
-    #: The name of its host.
     host: str
     pid: int
     #: When it began, in clock ticks since the host's start; 0 where that is not known.
@@ -57,7 +56,6 @@ class ProcessIdentity:
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """Of this process."""
         return _identity(os.getpid())
 
     def __str__(self) -> str:

@@ -4,54 +4,38 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from rrfp.lazy_names import homes_of
+
 #: By module of the product: its public names that are made in the laboratory, and their homes.
 PUBLIC: Mapping[str, Mapping[str, str]] = {
-    "rrfp.costs": {
-        "JITTER_LEVELS": "rrfp.lab.generators.jitter",
-        "JitterLevel": "rrfp.lab.generators.jitter",
-        "LATENCY_MODELS": "rrfp.lab.generators.latency",
-        "PROFILES": "rrfp.lab.generators.workloads",
-        "Profile": "rrfp.lab.generators.workloads",
-        "make_costs": "rrfp.lab.generators.profiles",
-        "microbatch_sizes": "rrfp.lab.generators.profiles",
-        "with_jitter": "rrfp.lab.generators.jitter",
-        "with_latency": "rrfp.lab.generators.latency",
-    },
-    "rrfp.testing.clock": {
-        "EmulatedStage": "rrfp.lab.emulated",
-        "SimulatedTransport": "rrfp.lab.simulated_transport",
-        "TimerLane": "rrfp.lab.timer_lane",
-        "VirtualClockLoop": "rrfp.lab.virtual_clock",
-        "run_virtual": "rrfp.lab.virtual_clock",
-    },
-    "rrfp.testing.faults": {
-        "Campaign": "rrfp.lab.faults.campaign",
-        "Death": "rrfp.lab.faults.faults",
-        "Delay": "rrfp.lab.faults.faults",
-        "Duplicate": "rrfp.lab.faults.faults",
-        "Ending": "rrfp.lab.faults.checker",
-        "Fault": "rrfp.lab.faults.faults",
-        "FaultRun": "rrfp.lab.faults.campaign",
-        "Lose": "rrfp.lab.faults.faults",
-        "MessageId": "rrfp.lab.faults.faults",
-        "Pause": "rrfp.lab.faults.faults",
-        "REQUIRED": "rrfp.lab.faults.checker",
-        "Scenario": "rrfp.lab.faults.scenario",
-        "Spike": "rrfp.lab.faults.faults",
-        "Swap": "rrfp.lab.faults.faults",
-        "make_scenario": "rrfp.lab.faults.random_scenario",
-        "run_campaign": "rrfp.lab.faults.campaign",
-        "run_scenario": "rrfp.lab.faults.campaign",
-        "run_seed": "rrfp.lab.faults.campaign",
-    },
-    "rrfp.testing.hint_checks": {
-        "ALL_CHECKS": "rrfp.lab.hint_checks",
-        "Check": "rrfp.lab.hint_checks",
-        "HintFactory": "rrfp.lab.hint_checks",
-        "run_hint_checks": "rrfp.lab.hint_checks",
-    },
-    "rrfp.testing.lane_checks": {"double_lane": "rrfp.lab.lane_makers"},
-    "rrfp.testing.reference": {"ReferenceResult": "rrfp.lab.reference", "reference": "rrfp.lab.reference"},
+    "rrfp.costs": homes_of(
+        {
+            "rrfp.lab.generators.jitter": "JITTER_LEVELS JitterLevel with_jitter",
+            "rrfp.lab.generators.latency": "LATENCY_MODELS with_latency",
+            "rrfp.lab.generators.profiles": "make_costs microbatch_sizes",
+            "rrfp.lab.generators.workloads": "PROFILES Profile",
+        }
+    ),
+    "rrfp.testing.clock": homes_of(
+        {
+            "rrfp.lab.emulated": "EmulatedStage",
+            "rrfp.lab.simulated_transport": "SimulatedTransport",
+            "rrfp.lab.timer_lane": "TimerLane",
+            "rrfp.lab.virtual_clock": "VirtualClockLoop run_virtual",
+        }
+    ),
+    "rrfp.testing.faults": homes_of(
+        {
+            "rrfp.lab.faults.campaign": "Campaign FaultRun run_campaign run_scenario run_seed",
+            "rrfp.lab.faults.checker": "Ending REQUIRED",
+            "rrfp.lab.faults.faults": "Death Delay Duplicate Fault Lose MessageId Pause Spike Swap",
+            "rrfp.lab.faults.random_scenario": "make_scenario",
+            "rrfp.lab.faults.scenario": "Scenario",
+        }
+    ),
+    "rrfp.testing.hint_checks": homes_of({"rrfp.lab.hint_checks": "ALL_CHECKS Check HintFactory run_hint_checks"}),
+    "rrfp.testing.lane_checks": homes_of({"rrfp.lab.lane_makers": "double_lane"}),
+    "rrfp.testing.reference": homes_of({"rrfp.lab.reference": "ReferenceResult reference"}),
 }
 
 #: Commands of the console script, by their names there.
@@ -89,14 +73,6 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     "rrfp.transports": {"simulated": "rrfp.lab.simulated_transport:SimulatedTransport"},
     "rrfp.lanes": {"timer": "rrfp.lab.lane_makers:timer_lanes", "double": "rrfp.lab.lane_makers:double_lanes"},
 }
-
-
-def public_name(module: str, name: str) -> Any:
-    """A module's public name that is made in the laboratory."""
-    homes = PUBLIC[module]
-    if name not in homes:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return getattr(import_module(homes[name]), name)
 
 
 def load(target: str) -> Any:

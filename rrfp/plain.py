@@ -5,6 +5,7 @@ Each returns the value, or raises what ``error`` makes of the field and the reas
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
@@ -115,6 +116,28 @@ def or_none(reader: Reader, field: str, value: object, *span: object, error: Mak
         return error(name, f"{reason}, or None")
 
     return None if value is None else reader(field, value, *span, error=fault)
+
+
+def read_json(path: str | os.PathLike[str], name: str | None = None) -> Any:
+    """The document of a JSON file; a ConfigError of one line begins with ``name``, by default the path."""
+    name = os.fspath(path) if name is None else name
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: is not JSON ({json_fault(error)})") from None
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Why text is not JSON, for an error of one line."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8 text"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno} column {error.colno}"
+    return str(error)  # an integer of more digits than Python converts
 
 
 def fields_of(

@@ -27,7 +27,6 @@ class GroupMessage:
     kind: GroupMessageKind
     #: The sender's step.
     step: StepId
-    #: The task that it is about.
     task: Task | None = None
     #: See `GroupMessageKind`.
     numbers: tuple[int, ...] = ()

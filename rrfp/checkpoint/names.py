@@ -84,7 +84,6 @@ def load_model(modules: Modules, entries: Mapping[str, Any]) -> None:
 
 
 def optimizers_of(optimizers: Optimizers) -> list[Optimizer]:
-    """As a list."""
     if optimizers is None:
         return []
     each: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]

@@ -152,7 +152,6 @@ def option(
     # Whether commas separate several values, each of which is checked.
     is_list: bool = True,
 ) -> Any:
-    """An option ``--name METAVAR``."""
     return typer.Option(
         f"--{name}",
         metavar=metavar,

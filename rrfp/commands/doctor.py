@@ -37,7 +37,6 @@ class Gpu:
     capability: str
     #: Memory that no process uses.
     free_bytes: int
-    #: All of its memory.
     total_bytes: int
     #: The indexes of the other devices whose memory it can access.
     peers: tuple[int, ...] = ()
@@ -271,10 +270,6 @@ def _python() -> str:
     return f"{platform.python_version()} ({sys.executable})"
 
 
-def _platform() -> str:
-    return platform.platform()
-
-
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{usable} usable of {os.cpu_count()}"
@@ -316,9 +311,7 @@ def _auto() -> str:
 
 
 def _collective() -> str:
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_nccl_available()):
+    if _nccl_version() is None:
         raise RuntimeError("this torch was built without NCCL")
     return "experimental, only by name: between CUDA devices; not run on several of them"
 
@@ -357,7 +350,6 @@ def _torchrun() -> str:
     return str(script) if script.exists() else f"{sys.executable} -m torch.distributed.run"
 
 
-#: By name: the look, and whether the part is required.
 def _secret() -> str:
     from rrfp.transports.secret import Secret
 
@@ -367,9 +359,10 @@ def _secret() -> str:
     return f"in {secret.origin}: tcp connections are authenticated and encrypted"
 
 
+#: By name: the look, and whether the part is required.
 _LOOKS: dict[str, tuple[Callable[[], str], bool]] = {
     "python": (_python, True),
-    "platform": (_platform, True),
+    "platform": (platform.platform, True),
     "cores": (_cores, True),
     "rrfp": (lambda: __version__, True),
     "torch": (_package("torch"), True),

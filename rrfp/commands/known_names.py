@@ -10,13 +10,6 @@ def known_hints() -> Iterable[str]:
     return hint_names()
 
 
-def known_schedules() -> Iterable[str]:
-    """All schedules."""
-    from rrfp.schedules.registry import schedule_names
-
-    return schedule_names()
-
-
 def known_transports() -> Iterable[str]:
     """All transports, plugins included."""
     from rrfp.transports.registry import TRANSPORTS

@@ -18,7 +18,6 @@ from rrfp.tables import terminal
 class KnownPlugin:
     """A name and its plugin."""
 
-    #: The name.
     name: str
     #: ``built in``, ``schedule``, or ``plugin`` and the distribution that declares it.
     origin: str

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rrfp.runtime.status_socket.job import RunningJob
     from rrfp.runtime.status_socket.report import JobReport
 
-    #: Shows a job at one moment.
     Show = Callable[[JobReport, list["TopRow"]], None]
 
 #: A job is asked no more often.
@@ -116,7 +115,6 @@ def _print_json(report: JobReport, table: list[TopRow]) -> None:
 class TopRow:
     """One rank; what is not known is None or empty."""
 
-    #: Which.
     rank: int
     stage: int
     name: str
@@ -141,21 +139,17 @@ class TopRow:
     story: str = ""
     #: Tasks of the step that were started.
     enqueued: int | None = None
-    #: All of them.
     tasks: int | None = None
     #: Microbatches in work, in chunk tasks.
     held: int | None = None
-    #: The limit on ``held``.
     limit: int | None = None
     #: The memory of these.
     held_bytes: int | None = None
-    #: The limit on ``held_bytes``.
     limit_bytes: int | None = None
     #: Tasks that may start now.
     ready: int | None = None
     #: Outputs of other stages that have arrived and whose task has not started.
     received: int | None = None
-    #: Their bytes.
     received_bytes: int | None = None
     #: Since the last row.
     tasks_per_s: float | None = None
@@ -248,7 +242,8 @@ def table_of(report: JobReport, table: Sequence[TopRow], width: int) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    keys = [_column("stage" if _one_rank_a_stage(table) else "rank", table, lambda row: _short(row.name), is_text=True)]
+    key = "stage" if all(row.name == f"stage {row.stage}" for row in table) else "rank"
+    keys = [_column(key, table, lambda row: row.name.removeprefix("stage "), is_text=True)]
     columns = [
         _column("step", table, _step),
         _column("tasks", table, lambda row: _part(row.enqueued, row.tasks)),
@@ -267,14 +262,6 @@ def table_of(report: JobReport, table: Sequence[TopRow], width: int) -> Group:
 
 def _column(head: str, table: Sequence[TopRow], cell: Callable[[TopRow], str], *, is_text: bool = False) -> Column:
     return Column(head, [cell(row) for row in table], "left" if is_text else "right")
-
-
-def _one_rank_a_stage(table: Sequence[TopRow]) -> bool:
-    return all(row.name == f"stage {row.stage}" for row in table)
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("stage ")
 
 
 def _step(row: TopRow) -> str:

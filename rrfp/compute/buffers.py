@@ -109,7 +109,6 @@ class CarriedState:
 class _Seen(NamedTuple):
     """A parameter or buffer after the last task."""
 
-    #: The object.
     tensor: Tensor
     #: Torch's count of its writes.
     version: int
@@ -140,7 +139,8 @@ class StateWatch:
         """Begin a step. Writes before it are the caller's, and allowed."""
         self._is_open = step.microbatches > 1
         # FSDP replaces parameters by their shards inside tasks, which is no write.
-        self._with_parameters = not any(_exchanges_parameters(part) for part in self._unit.modules())
+        is_fsdp = any(hasattr(part, "set_requires_gradient_sync") for part in self._unit.modules())
+        self._with_parameters = not is_fsdp
         self._made_anew = [(part, name) for part in self._unit.modules() for name in _made_anew(part)]
         self._seen = self._look()
         self._case = (step.mode, bytes(part.training for part in self._unit.modules()))
@@ -249,12 +249,10 @@ class StateWatches:
         self._watches = {v: StateWatch(unit, v, ordered=(Kind.F, v) in in_order) for v, unit in watched.items()}
 
     def open(self, step: StepId) -> None:
-        """See `StateWatch.open`."""
         for watch in self._watches.values():
             watch.open(step)
 
     def watching(self, task: Task) -> AbstractContextManager[None]:
-        """See `StateWatch.watching`."""
         watch = self._watches.get(task.virtual_stage)
         return nullcontext() if watch is None else watch.watching(task)
 
@@ -264,11 +262,6 @@ def _made_anew(part: nn.Module) -> list[str]:
     kinds = vars(part).get("rope_type")
     named = {f"{layers}_": kind for layers, kind in kinds.items()} if isinstance(kinds, Mapping) else {"": kinds}
     return [f"{prefix}inv_freq" for prefix, kind in named.items() if kind == "longrope"]
-
-
-def _exchanges_parameters(part: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to the module."""
-    return hasattr(part, "set_requires_gradient_sync")
 
 
 def _name_in(unit: nn.Module, key: _Key) -> str:

@@ -63,7 +63,6 @@ class CudaSettings:
 
     @classmethod
     def here(cls) -> CudaSettings:
-        """Those of this process."""
         return cls(_is_strict(), torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 

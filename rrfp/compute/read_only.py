@@ -100,7 +100,6 @@ class Returned:
             known.clear()
 
     def begin(self, task: Task) -> None:
-        """A task begins."""
         if task.kind is B:
             self._forget(Task(F, task.microbatch, task.virtual_stage))
 

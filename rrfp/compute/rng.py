@@ -78,7 +78,6 @@ class _Turns:
         self._holder = _Holder(task, threading.get_ident())
 
     def end(self) -> None:
-        """The turn has ended."""
         self._holder = None
         self._lock.release()
 

@@ -232,7 +232,6 @@ class Step:
 
     @property
     def peaks(self) -> Peaks:
-        """The peaks so far."""
         outputs = self.outputs
         return Peaks(self.admission.peak_held, self._bytes.peak, outputs.peak_received, outputs.peak_received_bytes)
 

@@ -119,7 +119,6 @@ class TaskState:
         self.sending: dict[int, set[int]] = {}
 
     def wiring(self, microbatch: int) -> Wiring:
-        """The wiring of ``microbatch``."""
         return self._wirings[microbatch] if self._wirings else self._wiring
 
     def wire(self, wirings: Sequence[Wiring]) -> None:
@@ -128,7 +127,6 @@ class TaskState:
         self._wirings = [] if len(wirings) == 1 else list(wirings)
 
     def task(self, microbatch: int) -> Task:
-        """The task of ``microbatch``."""
         return Task(self.kind, microbatch, self.virtual_stage)
 
 

@@ -28,7 +28,6 @@ MOST_NAMED = 8
 class Waiting:
     """A task that was not enqueued."""
 
-    #: Which.
     task: Task
     #: Its absent inputs. In a forced order the microbatch before is one.
     absent: tuple[Task, ...] = ()

@@ -5,18 +5,19 @@ Pure numpy: no clock, no torch, no I/O except the cost file. The same seed gives
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rrfp.costs.files import from_json as from_json
-from rrfp.costs.files import read_costs as read_costs
-from rrfp.costs.files import to_json as to_json
-from rrfp.costs.files import write_costs as write_costs
-from rrfp.costs.table import PLACEMENTS as PLACEMENTS
-from rrfp.costs.table import CostTable as CostTable
-from rrfp.laboratory import PUBLIC, public_name
+from rrfp.laboratory import PUBLIC
+from rrfp.lazy_names import homes_of, lazy_names
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
+    from rrfp.costs.files import from_json as from_json
+    from rrfp.costs.files import read_costs as read_costs
+    from rrfp.costs.files import to_json as to_json
+    from rrfp.costs.files import write_costs as write_costs
+    from rrfp.costs.table import PLACEMENTS as PLACEMENTS
+    from rrfp.costs.table import CostTable as CostTable
     from rrfp.lab.generators.jitter import JITTER_LEVELS as JITTER_LEVELS
     from rrfp.lab.generators.jitter import JitterLevel as JitterLevel
     from rrfp.lab.generators.jitter import with_jitter as with_jitter
@@ -27,21 +28,11 @@ if TYPE_CHECKING:
     from rrfp.lab.generators.workloads import PROFILES as PROFILES
     from rrfp.lab.generators.workloads import Profile as Profile
 
-_OWN = [
-    "from_json",
-    "read_costs",
-    "to_json",
-    "write_costs",
-    "PLACEMENTS",
-    "CostTable",
-]
+_OWN = homes_of(
+    {
+        "rrfp.costs.files": "from_json read_costs to_json write_costs",
+        "rrfp.costs.table": "PLACEMENTS CostTable",
+    }
+)
 
-__all__ = sorted([*_OWN, *PUBLIC[__name__]])
-
-
-def __getattr__(name: str) -> Any:
-    return public_name(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, {**_OWN, **PUBLIC[__name__]})

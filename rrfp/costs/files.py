@@ -23,7 +23,7 @@ from rrfp.costs.table import MATRICES, OPTIONAL_MATRICES, CostTable, Matrix, che
 from rrfp.errors import ConfigError, Faults
 from rrfp.model.plain_graph import checked_list, graph_from_plain, graph_to_plain, listed
 from rrfp.model.visits import Skipped
-from rrfp.plain import whole
+from rrfp.plain import json_fault, whole
 
 #: Name in the file of a chain -> attribute of the table, in the order of writing.
 FIELDS = {
@@ -72,9 +72,7 @@ def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, 
         sizes = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"sizes is {name!r}, must be planned or a file ({error.strerror or error})") from None
-    except RecursionError:
-        raise ConfigError(f"sizes: {name}: is not a list of numbers (nested too deeply)") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"sizes: {name}: is not JSON ({json_fault(error)})") from None
     try:
         if not isinstance(sizes, list):
@@ -91,15 +89,6 @@ def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
     write_atomically(path, to_json(table))
 
 
-def json_fault(error: ValueError) -> str:
-    """Why a file is not JSON, for an error of one line."""
-    if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8 text"
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at line {error.lineno} column {error.colno}"
-    return str(error)  # an integer of more digits than Python converts
-
-
 def from_json(text: str) -> CostTable:
     """The table of a cost file's text.
 
@@ -111,11 +100,9 @@ def from_json(text: str) -> CostTable:
     """
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise ConfigError("is not a cost file (nested too deeply)") from None
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"is not JSON ({json_fault(error)})") from None
     if not isinstance(document, dict):
         raise ConfigError(f"must be a JSON object with the fields {', '.join(FIELDS)}")

@@ -237,7 +237,6 @@ class CostTable:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of the step."""
         visits = self.num_virtual_stages * self.microbatches - sum(map(len, self.skipped))
         return visits * len(self.durations)
 

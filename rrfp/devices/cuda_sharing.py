@@ -83,11 +83,9 @@ class CudaMemory(SharedMemory):
         self._is_own = is_own
 
     def write(self, start: int, source: Tensor) -> object:
-        """See `SharedMemory.write`."""
         return self._copy(self._address + start, source.data_ptr(), source)
 
     def read(self, start: int, target: Tensor) -> object:
-        """See `SharedMemory.read`."""
         return self._copy(target.data_ptr(), self._address + start, target)
 
     def _copy(self, target: int, source: int, tensor: Tensor) -> Tensor:
@@ -96,7 +94,6 @@ class CudaMemory(SharedMemory):
         return tensor
 
     def close(self, *, is_open_elsewhere: bool = True) -> None:
-        """See `SharedMemory.close`."""
         if not self._is_own:
             _call(OSError, "cudaIpcCloseMemHandle", self._address)
         elif is_open_elsewhere:
@@ -114,7 +111,6 @@ class CudaSharing(DeviceSharing):
         self._index = index
 
     def allocate(self, num_bytes: int) -> SharedMemory:
-        """See `DeviceSharing.allocate`."""
         try:
             address, handle = _idle[self._index, num_bytes].pop()
         except IndexError:
@@ -128,7 +124,6 @@ class CudaSharing(DeviceSharing):
         return size
 
     def open(self, fields: Mapping[str, Any]) -> SharedMemory:
-        """See `DeviceSharing.open`."""
         pointer, handle = _POINTER(), _Handle.from_buffer_copy(fields["handle"])
         _call(OSError, "cudaIpcOpenMemHandle", ctypes.byref(pointer), handle, _WITH_PEER_ACCESS)
         return CudaMemory(self._index, pointer.value or 0, fields["size"], fields, is_own=False)

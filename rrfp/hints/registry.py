@@ -176,7 +176,6 @@ class LoadedHint:
     text: str
 
     def __call__(self) -> Hint:
-        """A fresh hint."""
         return create_hint(_loaded(self.text))
 
 

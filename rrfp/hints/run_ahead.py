@@ -47,7 +47,6 @@ class RunAhead:
         self._left: dict[int, tuple[int, int]] = {}
 
     def open_step(self, view: View) -> None:
-        """A step began."""
         is_bounded = view.slots is not None or view.most_bytes is not None
         self._stage = None
         if view.mode is Mode.TRAIN and is_bounded and not view.graph.is_chain:

@@ -63,7 +63,6 @@ class _Importing(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
         if fullname != _SCHEDULES:
             return None
         sys.meta_path.remove(self)

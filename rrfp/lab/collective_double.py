@@ -180,7 +180,6 @@ class DoubleGroup:
 
     network: DoubleNetwork
     pair: RankPair
-    #: Whether it sends.
     is_source: bool
     #: The thread that posts here. Several ends may share one.
     host: Hashable

@@ -75,15 +75,12 @@ class GlooBackend:
         self._address = address
 
     def holds(self, tensor: Tensor) -> bool:
-        """See `Backend.holds`."""
         return tensor.is_cpu
 
     def empty(self, spec: TensorSpec) -> Tensor:
-        """See `Backend.empty`."""
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
 
     def connect(self, pair: RankPair, store: Any, timeout_s: float) -> GlooGroup:
-        """See `Backend.connect`."""
         from torch.distributed import ProcessGroupGloo
 
         groups: Any = ProcessGroupGloo  # torch's own types lack the options

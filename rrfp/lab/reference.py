@@ -353,7 +353,6 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The gradient."""
         return canonical(gradients[0])
 
 

@@ -25,7 +25,6 @@ from rrfp.memory.size_order import followed, least, relative_room
 from rrfp.model.tasks import F, Mode
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
-#: Orders of microbatches.
 ORDERS: tuple[str, ...] = get_args(MicrobatchOrder)
 
 #: How a strict schedule sends: a message leaves while its lane goes on, or sender and receiver wait for each other.

@@ -77,7 +77,6 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         selector.is_sealed = True  # what asyncio itself needed is registered
 
     def time(self) -> float:
-        """Virtual seconds."""
         return self._now
 
     def settled(self) -> asyncio.Future[None]:
@@ -216,7 +215,6 @@ class _NothingOutside(selectors.BaseSelector):
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Forget it."""
         return self._keys.pop(fileobj)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:

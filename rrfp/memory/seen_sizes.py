@@ -181,7 +181,6 @@ class _Step:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """What `to_plain` made."""
         step = cls(len(plain["largest"]))
         step.largest = [Largest(*each) for each in plain["largest"]]
         for scales, plain_scales in zip(step.scales, plain["scales"], strict=True):

@@ -87,7 +87,6 @@ def _text(read: Part | PartKey) -> str:
 
 
 def part_of(read: Part | PartKey) -> Part:
-    """The part that a read refers to."""
     return read.part if isinstance(read, PartKey) else read
 
 

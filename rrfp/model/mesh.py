@@ -104,7 +104,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """All ranks."""
         return math.prod(size for _, size in self.dims)
 
     @property
@@ -123,7 +122,6 @@ class Mesh:
         return any(size > 1 and name.startswith(REPLICATED) for name, size in self.dims if name in self.coordinate)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of ``rank``."""
         at: dict[str, int] = {}
         for name, size in reversed(self.dims):
             rank, at[name] = divmod(rank, size)
@@ -155,7 +153,6 @@ class Mesh:
         return not any(at[name] for name in self._coordinated if name not in self.reduce)
 
     def rank(self, where: MeshPosition) -> int:
-        """The rank at ``where``."""
         at = {PIPELINE: where.stage}
         for index, names in ((where.replica, self.replicated), (where.member, self._coordinated)):
             for name in reversed(names):

@@ -59,7 +59,6 @@ class ModelGraph:
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """The parts by name."""
         return self.declared.parts
 
     @property

@@ -74,7 +74,6 @@ def graph_from_plain(plain: Mapping[str, Any]) -> TaskGraph:
 
 
 def checked_list(field: str, value: object, what: str) -> list[Any]:
-    """``value``, which must be a list."""
     if not isinstance(value, list):
         raise ConfigError(f"{field} is {reprlib.repr(value)}, must be a list {what}")
     return value

@@ -25,7 +25,7 @@ from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.plugins import name_of
 from rrfp.runtime.abort import Failure
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StepFigures
 from rrfp.runtime.steps.result import StepResult
 
@@ -92,7 +92,7 @@ class CallbackRunner:
             self._thread = threading.Thread(target=self._deliver, name="rrfp-callbacks", daemon=True)
             self._thread.start()
 
-    def step_begun(self, plan: Plan) -> None:
+    def step_begun(self, plan: StepPlan) -> None:
         """A step was planned."""
         if not self._callbacks:
             return
@@ -131,7 +131,6 @@ class CallbackRunner:
         outcome.add_done_callback(self._wake)
 
     def stalled(self, text: str) -> None:
-        """See `Observer`."""
         with self._changed:
             if self._thread is None or self._has_ended or self._abort is not None:
                 return
@@ -143,7 +142,6 @@ class CallbackRunner:
             self._changed.notify()
 
     def aborted(self, origin: Origin) -> None:
-        """See `Observer`."""
         with self._changed:
             if self._abort is None and not self._has_ended:
                 self._abort = RunAborted(time.time(), self._step, origin)

@@ -42,12 +42,8 @@ T = TypeVar("T")
 NO_COPY = "a pipeline can be neither pickled nor copied, as it holds threads and connections: build one there"
 
 
-class BlockingPipeline:
-    """A pipeline whose calls block: ``pipe`` of ``with pipeline as pipe``, and ``blocking()`` of `rrfp.Pipeline`.
-
-    An exception that leaves the ``with`` block, or that ends a step early, Ctrl-C included, aborts the pipeline on
-    every rank.
-    """
+class _Face:
+    """What blocking and awaited calls have in common: that which waits for nothing."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -57,10 +53,65 @@ class BlockingPipeline:
 
     def _repr_html_(self) -> str:
         """In notebooks: the timeline of the newest training step, as far as it ran in this process."""
-        return _html(self, self._session)
+        html: str = load(METHODS["Pipeline._repr_html_"])(repr(self), self._session.newest_traces())
+        return html
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a run needs to go on in another pipeline; parameters are not in it.
+
+        Call it between steps: before the pipeline is entered, inside, or after it was left, on any thread. A step that
+        failed does not count.
+
+        Returns:
+            Small plain data that JSON and msgpack carry: ``version`` of this format; ``step``, the number of the next
+            training step; ``seed``; ``hint``, ``limit`` and ``strict`` by name; ``deterministic``; ``order``;
+            ``virtual_stages``; ``stage`` and ``replica`` of this rank; and ``measured``: durations and sizes on the
+            virtual stages of this process, from which hints and a limit on bytes go on.
+
+        Raises:
+            RrfpError: during a step or another call.
+        """
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: the next training step has the number ``state["step"]``.
+
+        Call it on every rank with the state of the same step, before the pipeline is entered or between steps. Where
+        hint, limit, strict, order, deterministic or the number of virtual stages differ, or on a graph their names, the
+        run goes on and a warning names both values and the consequence. Measured values are taken for virtual stages of
+        this process that the state has: on a graph by name, else if their number is the same.
+
+        Args:
+            state: from `state_dict`, of any rank.
+
+        Raises:
+            ConfigError: if it is no such state, its ``seed`` differs, or ``first_step`` was passed and differs from its
+                ``step``. Nothing has changed then.
+            RrfpError: during a step or another call, or after the pipeline was left.
+        """
+        self._session.load_state_dict(state)
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """Held now, peaks and moved messages of the ranks of this process, for monitoring.
+
+        It only reads counters, never waits, and may be called at any time, also while a step runs or after the pipeline
+        was left, and on any thread.
+
+        Returns:
+            One entry for each rank of this process; none before the pipeline is entered.
+        """
+        return self._session.statistics()
+
+
+class BlockingPipeline(_Face):
+    """A pipeline whose calls block: ``pipe`` of ``with pipeline as pipe``, and ``blocking()`` of `rrfp.Pipeline`.
+
+    An exception that leaves the ``with`` block, or that ends a step early, Ctrl-C included, aborts the pipeline on
+    every rank.
+    """
 
     def __enter__(self) -> Self:
         session = self._session
@@ -121,7 +172,6 @@ class BlockingPipeline:
         targets: Targets | None = None,
         **arguments: Unpack[StepArguments],
     ) -> StepResult:
-        """As `rrfp.Pipeline.step`."""
         return self._run(self._session.step(Mode.TRAIN, inputs, targets, arguments))
 
     def evaluate(
@@ -130,7 +180,6 @@ class BlockingPipeline:
         targets: Targets | None = None,
         **arguments: Unpack[EvaluateArguments],
     ) -> StepResult:
-        """As `rrfp.Pipeline.evaluate`."""
         return self._run(self._session.step(Mode.FORWARD, inputs, targets, arguments))
 
     def clip_grad_norm_(
@@ -140,11 +189,9 @@ class BlockingPipeline:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> float:
-        """As `rrfp.Pipeline.clip_grad_norm_`."""
         return self._run(self._session.clip(max_norm, norm_type, error_if_nonfinite, foreach))
 
     def scale(self, scaler: Scaler) -> Scaler:
-        """As `rrfp.Pipeline.scale`."""
         return self._session.scale(scaler, self.share_overflow)
 
     def share_overflow(self, own: bool) -> bool:
@@ -157,7 +204,6 @@ class BlockingPipeline:
         return self._run(self._session.share_overflow(own))
 
     def unscale_(self, *optimizers: Optimizer) -> None:
-        """As `rrfp.Pipeline.unscale_`."""
         scaling = self._session.scaling()
         scaling.overflow(*optimizers)
         for optimizer in optimizers:
@@ -166,11 +212,9 @@ class BlockingPipeline:
     def save_trace(
         self, path: str | os.PathLike[str], *, steps: int | None = None, replica: int | Literal["all"] = 0
     ) -> None:
-        """As `rrfp.Pipeline.save_trace`."""
         self._run(self._session.save_trace(path, steps, replica))
 
     def advise(self) -> Advice | None:
-        """As `rrfp.Pipeline.advise`."""
         with _advised(self._session) as advised:
             self._run(self._session.save_trace(advised.path, None, "all"))
             return advised.advice()
@@ -178,24 +222,6 @@ class BlockingPipeline:
     def check(self) -> None:
         """Raise `PipelineAborted` if a rank has failed: for waits between steps. May be called on any thread."""
         self._session.check()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `rrfp.Pipeline.state_dict`."""
-        return self._session.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `rrfp.Pipeline.load_state_dict`."""
-        self._session.load_state_dict(state)
-
-    def statistics(self) -> tuple[RankStatistics, ...]:
-        """As `rrfp.Pipeline.statistics`. While a step blocks this thread, another one may call it."""
-        return self._session.statistics()
-
-
-def _html(pipeline: object, session: Session) -> str:
-    """A pipeline for notebooks."""
-    html: str = load(METHODS["Pipeline._repr_html_"])(repr(pipeline), session.newest_traces())
-    return html
 
 
 def _advised(session: Session) -> AdvisedTrace:
@@ -245,7 +271,7 @@ def _awaited(
     return checked
 
 
-class PipelineHandle:
+class PipelineHandle(_Face):
     """The base of `Pipeline` and `LocalPipeline`: entering, steps, leaving.
 
     ``with pipeline as pipe`` gives calls that block. In a coroutine ``async with pipeline as pipe`` gives the same
@@ -260,21 +286,9 @@ class PipelineHandle:
     """
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
-        self._session = Session(ranks, name if loop == "own" else None)
-        #: Whether ``async with`` has entered it.
+        super().__init__(Session(ranks, name if loop == "own" else None))
         self._is_async = False
-        #: What ``with`` entered.
         self._entered: BlockingPipeline | None = None
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._session}>"
-
-    def _repr_html_(self) -> str:
-        """In notebooks: the timeline of the newest training step, as far as it ran in this process."""
-        return _html(self, self._session)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(NO_COPY)
 
     def __enter__(self) -> BlockingPipeline:
         blocking = self.blocking()
@@ -383,16 +397,8 @@ class PipelineHandle:
                 module of each part that is called with any.
             targets: second argument of ``loss_fn`` on the last virtual stage; where several parts of the graph have
                 losses, a dict of such lists by part.
-            arguments: ``kwargs``: further keyword arguments: a list for every module of this process, or a dict with a
-                list for each stage that has any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's,
-                or with a graph one for each part.
-                ``weights``: of the microbatches' losses, such as token counts, 1 by default; needed on the last
-                virtual stage. A microbatch of weight 0 is in neither loss nor gradients.
-                ``sizes``: the size of each microbatch, in any unit, for hints that read it. ``microbatches``: M, where
-                no list is passed or a whole batch is to be cut. ``grad_scale``: a factor on every gradient, 1.0 by
-                default; the reported loss is without it. ``reduce_gradients``: False leaves gradients unreduced over
-                data-parallel replicas, for all but the last of several steps that accumulate. ``visits``: for each
-                optional part of the graph that some microbatch skips, M booleans; the same on all ranks of a replica.
+            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches``, ``visits``, ``grad_scale``,
+                ``reduce_gradients``: see `rrfp.runtime.steps.plan.StepArguments`.
 
         Returns:
             The result of the step, on every rank. ``seconds``, ``breakdown`` and the peaks need the reports of all
@@ -420,10 +426,8 @@ class PipelineHandle:
         Args:
             inputs: as in `step`.
             targets: as in `step`; without them there are no losses, and no loss of a part that the dict lacks.
-            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches`` and ``visits`` as in `step`.
-                ``return_outputs``: whether the result's ``outputs`` hold the outputs of the last virtual stage,
-                detached, on its rank: True, False, or None for True where no loss is computed. Where several parts
-                have losses, each output is a dict by part.
+            arguments: ``kwargs``, ``weights``, ``sizes``, ``microbatches``, ``visits`` as in `step`, and
+                ``return_outputs``: see `rrfp.runtime.steps.plan.EvaluateArguments`.
 
         Returns:
             The result, on every rank.
@@ -561,52 +565,6 @@ class PipelineHandle:
         with _advised(self._session) as advised:
             await self._run(self._session.save_trace(advised.path, None, "all"))
             return await asyncio.to_thread(advised.advice)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a run needs to go on in another pipeline; parameters are not in it.
-
-        Call it between steps: before the pipeline is entered, inside, or after it was left, on any thread. A step that
-        failed does not count.
-
-        Returns:
-            Small plain data that JSON and msgpack carry: ``version`` of this format; ``step``, the number of the next
-            training step; ``seed``; ``hint``, ``limit`` and ``strict`` by name; ``deterministic``; ``order``;
-            ``virtual_stages``; ``stage`` and ``replica`` of this rank; and ``measured``: durations and sizes on the
-            virtual stages of this process, from which hints and a limit on bytes go on.
-
-        Raises:
-            RrfpError: during a step or another call.
-        """
-        return self._session.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: the next training step has the number ``state["step"]``.
-
-        Call it on every rank with the state of the same step, before the pipeline is entered or between steps. Where
-        hint, limit, strict, order, deterministic or the number of virtual stages differ, or on a graph their names, the
-        run goes on and a warning names both values and the consequence. Measured values are taken for virtual stages of
-        this process that the state has: on a graph by name, else if their number is the same.
-
-        Args:
-            state: from `state_dict`, of any rank.
-
-        Raises:
-            ConfigError: if it is no such state, its ``seed`` differs, or ``first_step`` was passed and differs from its
-                ``step``. Nothing has changed then.
-            RrfpError: during a step or another call, or after the pipeline was left.
-        """
-        self._session.load_state_dict(state)
-
-    def statistics(self) -> tuple[RankStatistics, ...]:
-        """Held now, peaks and moved messages of the ranks of this process, for monitoring.
-
-        It only reads counters, never waits, and may be called at any time, also while a step runs or after the pipeline
-        was left, and on any thread.
-
-        Returns:
-            One entry for each rank of this process; none before the pipeline is entered.
-        """
-        return self._session.statistics()
 
     def blocking(self) -> BlockingPipeline:
         """What ``with pipeline as pipe`` enters, as an object of its own.

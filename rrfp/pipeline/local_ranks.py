@@ -38,14 +38,12 @@ class LocalRanks:
     topologies: Sequence[Topology] = ()
     #: Checks the arguments of steps.
     planner: StepPlanner = field(default_factory=StepPlanner)
-    #: The gradients of this process.
     holder: GradientHolder = field(default_factory=lambda: GradientHolder({}))
     reducers: Sequence[GradientReducer] = ()
     ties: Sequence[TiedGradients] = ()
     devices: Sequence[Device] = ()
     #: V of the whole pipeline; 0: one for each program.
     virtual_stages: int = 0
-    #: Notifies the callbacks.
     callbacks: CallbackRunner = field(default_factory=CallbackRunner)
     #: Of this process's rank, whose start may fail; None where all ranks are in this process.
     failed_starts: FailedStarts | None = None

@@ -387,7 +387,6 @@ def complete(passed: OptionArguments, arguments: str = "") -> Options:
 
 
 def seed_of(options: Options) -> int:
-    """The seed of complete ``options``."""
     assert options.seed is not None  # `complete` has put torch's in its place
     return options.seed
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from rrfp.errors import ConfigError
@@ -16,7 +14,7 @@ from rrfp.hints.registry import create_hint
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Placement
 from rrfp.pipeline.options import OptionArguments
-from rrfp.plain import MakeError, Reader, fields_of, flag, or_none, path_of, shown, text, whole
+from rrfp.plain import MakeError, Reader, fields_of, flag, or_none, path_of, read_json, shown, text, whole
 from rrfp.trace.job_data import plain_limit, read_limit
 
 #: What callers pass as ``plan``: a file of `rrfp plan`, or what is in it.
@@ -30,9 +28,7 @@ PLAN = "plan"
 class Plan:
     """What a plan decides."""
 
-    #: N.
     stages: int
-    #: C.
     chunks: int
     placement: Literal["looped", "v"]
     #: A name, or ``file.py:attribute``.
@@ -47,11 +43,13 @@ class Plan:
     def read(cls, spec: PlanSpec) -> Self:
         """The plan in a file, or in what was in one; a ConfigError names the file and the field."""
         if isinstance(spec, Mapping):
-            document, name = spec, "plan"
+            document: Any = spec
+            name = PLAN
         else:
             path = path_of("plan", spec)
-            document, name = _document(path), f"plan: {path}"
-        plain = document.get(PLAN)
+            name = f"plan: {path}"
+            document = read_json(path, name)
+        plain = document.get(PLAN) if isinstance(document, Mapping) else None
         if not isinstance(plain, Mapping):
             raise ConfigError(f"{name}: has no object {PLAN!r}, must be a file that rrfp plan wrote")
         error = partial(_error, name)
@@ -105,16 +103,6 @@ class Plan:
             return None
         parts = [range(*bounds) for bounds in pairwise((0, *self.cuts, self.layers))]
         return tuple(parts[v] for v in self.where.virtual_stages(stage))
-
-
-def _document(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"plan: {path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"plan: {path}: is not JSON ({type(error).__name__})") from None
-    return document if isinstance(document, Mapping) else {}
 
 
 def _error(name: str, field: str, reason: str) -> ConfigError:

@@ -35,7 +35,7 @@ from rrfp.runtime.grad_clipping import Clipping, OverflowShare
 from rrfp.runtime.lane_executor import running_here
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
-from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, Plan, StepArguments, StepRequest, Targets
+from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, StepArguments, StepPlan, StepRequest, Targets
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.trace_saver import TraceRequest
 from rrfp.trace.spans import StepTrace
@@ -287,12 +287,12 @@ class Session:
             self.ranks.callbacks.step_begun(plan)
         return Call("the step", self._step(plan), self._handed_over)
 
-    def _plan(self, request: StepRequest) -> Plan:
+    def _plan(self, request: StepRequest) -> StepPlan:
         scaling = self._scaling if request.mode is Mode.TRAIN else None
         scale = None if scaling is None else scaling.factor()
         return self.ranks.planner.plan(request, self._next_step, self._training_step, self._refused, scale)
 
-    def _open(self, plan: Plan) -> None:
+    def _open(self, plan: StepPlan) -> None:
         """Pass the batch to the programs. On the caller's thread, whose modes apply."""
         ranks, is_training = self.ranks, plan.step.mode is Mode.TRAIN
         for tied in ranks.ties if is_training else ():
@@ -474,7 +474,7 @@ class Session:
         self._restore()
         await together(runner.start() for runner in self._runners)
 
-    async def _step(self, plan: Plan) -> StepResult:
+    async def _step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks of this process; the reports of all ranks may still be on their way."""
         first, *others = await all_ended(runner.step(plan) for runner in self._runners)
         if self.thread is None:  # on the caller's own loop a read of the result must not block: nothing else would run

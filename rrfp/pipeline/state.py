@@ -51,9 +51,7 @@ class PipelineState:
     limit: str | None
     #: The schedule that is run strictly, or None.
     strict: str | None
-    #: The option.
     deterministic: bool
-    #: V.
     virtual_stages: int
     #: Of the rank; with all stages in one process, 0.
     stage: int

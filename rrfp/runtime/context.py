@@ -41,7 +41,6 @@ class RankActivity:
         self.training_step = 0
         #: The call of that step has returned, and no caller waits for the reports.
         self.has_returned = False
-        #: Steps that it has completed.
         self.steps_ended = 0
         #: The collective call between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
         self.gathering = ""
@@ -67,7 +66,6 @@ class RankActivity:
             self.touch()
 
     def end_step(self) -> None:
-        """The step has ended on all ranks."""
         self.step = None
         self.has_returned = False
         self.steps_ended += 1
@@ -120,7 +118,6 @@ class ClosedPeers:
             raise PeerLostError(peer, f"its program left, but {activity.gathering} was called elsewhere")
 
     def own_message(self) -> Message:
-        """The CLOSED message of this rank."""
         body = {"steps": self._activity.steps_ended, "gatherings": self._activity.gatherings_ended}
         return Message(Channel.CONTROL, MessageKind.CLOSED, body=body)
 

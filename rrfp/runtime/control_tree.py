@@ -28,7 +28,6 @@ def children(rank: int, world: int) -> tuple[int, ...]:
 
 
 def below(rank: int, world: int) -> Iterator[int]:
-    """``rank`` and all ranks below it."""
     first, last = rank, rank
     while first < world:
         yield from range(first, min(last + 1, world))

@@ -27,7 +27,7 @@ from rrfp.runtime.context import Coordination, RankContext, RankSettings
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -155,7 +155,7 @@ class CoreDriver:
         """A task that is ready and does not start because the group disagrees, and why."""
         return None if self._agreement is None else self._agreement.dispute
 
-    def open_step(self, plan: Plan, size_correlation: float | None = None, byte_room: float | None = None) -> None:
+    def open_step(self, plan: StepPlan, size_correlation: float | None = None, byte_room: float | None = None) -> None:
         """Begin a step. A message of it that came before and makes no sense is a ProtocolError.
 
         ``size_correlation``, ``byte_room``: see `rrfp.core.events.StepOpened`.

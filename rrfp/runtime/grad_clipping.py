@@ -110,7 +110,6 @@ class OverflowShare:
     overflow: bool
 
     def packed(self) -> bytes:
-        """As bytes."""
         return records.pack(self)
 
     @classmethod

@@ -188,7 +188,6 @@ class _Arriving:
             self.whole.set()
 
     def pieces(self) -> Pieces:
-        """All of them."""
         ordered = (self._tensors[index] for index in range(len(self._tensors)))
         tensors = tuple(t for t in ordered if t is not None)
         return Pieces(self._header["layout"], self._header["requires_grad"], tensors, self._header["checksum"])

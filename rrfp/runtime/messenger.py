@@ -128,7 +128,6 @@ class Messenger:
             raise self._naming(rank, error)  # noqa: B904 - it has its cause
 
     def on_output(self, message: Message) -> None:
-        """An OUTPUT arrived."""
         step, task, stage = self._subject(message)
         consumed = message.body.get("consumed")
         num_bytes = message.num_bytes
@@ -137,12 +136,10 @@ class Messenger:
         self._on_event(ev.Arrived(step, task, num_bytes, consumed if isinstance(consumed, int) else None))
 
     def on_consumed(self, message: Message) -> None:
-        """A CONSUMED arrived."""
         step, task, stage = self._subject(message)
         self._on_event(ev.Consumed(step, stage, task))
 
     def on_begun(self, message: Message) -> None:
-        """A BEGUN arrived."""
         step, task, _ = self._subject(message)
         seconds = message.body.get("seconds")
         if not isinstance(seconds, float) or not 0 <= seconds < math.inf:

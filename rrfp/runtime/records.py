@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 def pack(record: Any) -> bytes:
-    """``record`` as bytes."""
     packed: bytes = msgpack.packb(to_plain(record))
     return packed
 

@@ -28,7 +28,7 @@ from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.stall.health_monitor import HealthMonitor
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
 from rrfp.runtime.steps.dealer import Dealer
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
@@ -105,7 +105,7 @@ class StageRunner:
             agreements = await self.health.meet(agreement)
         agreement.check(agreements)
 
-    async def step(self, plan: Plan) -> StepResult:
+    async def step(self, plan: StepPlan) -> StepResult:
         """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
         Returns:
@@ -127,7 +127,7 @@ class StageRunner:
             await self._driver.finished.wait()
             return await self._end_step(plan)
 
-    async def _share_weights(self, plan: Plan) -> None:
+    async def _share_weights(self, plan: StepPlan) -> None:
         """Sum the weights of losses over replicas; only a rank that computes losses needs the sum."""
         if self.topology.summands == 1 or plan.step.mode is not Mode.TRAIN:
             return
@@ -146,7 +146,7 @@ class StageRunner:
         await (driver.finished if is_last else driver.outputs_complete).wait()
         return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
 
-    async def _end_step(self, plan: Plan) -> StepResult:
+    async def _end_step(self, plan: StepPlan) -> StepResult:
         """The result of the step, whose tasks are done."""
         step, context, deal = plan.step, self._context, plan.deal
         # Before this rank reports: the others may then begin the next step, and send its tensors.

@@ -26,7 +26,7 @@ from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.job_data import JOB, TracedJob
 from rrfp.trace.plain import from_plain, to_plain
@@ -163,7 +163,7 @@ class TraceSaver:
         #: Rounds of all calls so far, the same on all ranks.
         self._rounds = 0
 
-    def keep(self, plan: Plan, trace: StepTrace) -> None:
+    def keep(self, plan: StepPlan, trace: StepTrace) -> None:
         """Keep the trace of a training step."""
         if plan.step.mode is Mode.TRAIN:
             self._history.add(replace(trace, step=plan.batch.training_step))

@@ -230,7 +230,6 @@ _KNOWN: dict[str, tuple[ScheduleGenerator, Needs]] = {
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The known names."""
     return tuple(_KNOWN)
 
 

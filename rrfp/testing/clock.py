@@ -12,11 +12,12 @@ where ``lane`` makes the stages' `TimerLane`s and the programs are `EmulatedStag
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rrfp.laboratory import PUBLIC, public_name
+from rrfp.laboratory import PUBLIC
+from rrfp.lazy_names import lazy_names
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
     from rrfp.lab.emulated import EmulatedStage as EmulatedStage
     from rrfp.lab.simulated_transport import SimulatedTransport as SimulatedTransport
@@ -24,12 +25,4 @@ if TYPE_CHECKING:
     from rrfp.lab.virtual_clock import VirtualClockLoop as VirtualClockLoop
     from rrfp.lab.virtual_clock import run_virtual as run_virtual
 
-__all__ = sorted(PUBLIC[__name__])
-
-
-def __getattr__(name: str) -> Any:
-    return public_name(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, PUBLIC[__name__])

@@ -8,11 +8,12 @@ hint for some pipelines only raises `ConfigError` in ``open_step`` on the others
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rrfp.laboratory import PUBLIC, public_name
+from rrfp.laboratory import PUBLIC
+from rrfp.lazy_names import lazy_names
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
     from rrfp.lab.faults.campaign import Campaign as Campaign
     from rrfp.lab.faults.campaign import FaultRun as FaultRun
@@ -33,12 +34,4 @@ if TYPE_CHECKING:
     from rrfp.lab.faults.random_scenario import make_scenario as make_scenario
     from rrfp.lab.faults.scenario import Scenario as Scenario
 
-__all__ = sorted(PUBLIC[__name__])
-
-
-def __getattr__(name: str) -> Any:
-    return public_name(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, PUBLIC[__name__])

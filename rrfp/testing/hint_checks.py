@@ -9,23 +9,16 @@ others; these are then left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rrfp.laboratory import PUBLIC, public_name
+from rrfp.laboratory import PUBLIC
+from rrfp.lazy_names import lazy_names
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
     from rrfp.lab.hint_checks import ALL_CHECKS as ALL_CHECKS
     from rrfp.lab.hint_checks import Check as Check
     from rrfp.lab.hint_checks import HintFactory as HintFactory
     from rrfp.lab.hint_checks import run_hint_checks as run_hint_checks
 
-__all__ = sorted(PUBLIC[__name__])
-
-
-def __getattr__(name: str) -> Any:
-    return public_name(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, PUBLIC[__name__])

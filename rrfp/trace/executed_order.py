@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 
 from rrfp.core import events as ev
-from rrfp.core.event_history import StepEvents
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import Mode, Task
 from rrfp.model.topology import Topology
@@ -56,15 +55,11 @@ def _log(folder: str | os.PathLike[str], topology: Topology, stage: int) -> Even
 def _training_steps(log: EventLog) -> Mapping[int, tuple[ev.StepOpened, tuple[Task, ...]]]:
     """By number, the training steps of a log, each with the tasks that began."""
     return {
-        step.known.step: (opened, _began(step))
+        step.known.step: (opened, tuple(event.task for event in step.events if isinstance(event, ev.Enqueued)))
         for step in log.recording.steps
         for opened in step.events[:1]
         if step.is_open and isinstance(opened, ev.StepOpened) and opened.mode is Mode.TRAIN
     }
-
-
-def _began(step: StepEvents) -> tuple[Task, ...]:
-    return tuple(event.task for event in step.events if isinstance(event, ev.Enqueued))
 
 
 def _visits(opened: ev.StepOpened) -> Visits:

@@ -335,5 +335,4 @@ class TraceHistory:
 
     @property
     def traces(self) -> tuple[StepTrace, ...]:
-        """The traces that it keeps, by step."""
         return tuple(self._traces)

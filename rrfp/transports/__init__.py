@@ -6,10 +6,11 @@ known transports can be listed without torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+from rrfp.lazy_names import homes_of, lazy_names
+
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
     from rrfp.devices.copies import DeviceCopies as DeviceCopies
     from rrfp.devices.copies import SharesDeviceMemory as SharesDeviceMemory
@@ -44,43 +45,20 @@ if TYPE_CHECKING:
     from rrfp.transports.wire.tensor_bytes import check_sendable as check_sendable
     from rrfp.transports.wire.tensor_bytes import from_buffer as from_buffer
 
-#: Every public name, by the module that defines it.
-_PUBLIC = {
-    "rrfp.devices.copies": ("DeviceCopies", "SharesDeviceMemory"),
-    "rrfp.transports.wire.announcements": ("Announcement",),
-    "rrfp.transports.base": (
-        "Channel",
-        "DeliversMessages",
-        "LendsMemory",
-        "Loan",
-        "Message",
-        "MessageKind",
-        "Plain",
-        "Rendezvous",
-        "SendsAtOnce",
-        "Transport",
-        "TransportContext",
-        "TransportStatistics",
-    ),
-    "rrfp.transports.links.flow": ("HomeLoop", "Inbox", "Window", "cost_of"),
-    "rrfp.transports.links.pool": ("BufferPool",),
-    "rrfp.transports.registry": ("create_transport",),
-    "rrfp.transports.rendezvous": ("LocalRendezvous", "StoreRendezvous"),
-    "rrfp.transports.secret": ("Secret",),
-    "rrfp.transports.wire.tensor_bytes": ("allocate", "as_bytes", "check_sendable", "from_buffer"),
-    "rrfp.transports.wire.codec": ("MAX_HEADER_BYTES", "Codec", "Sealed", "copy_body"),
-}
+_HOMES = homes_of(
+    {
+        "rrfp.devices.copies": "DeviceCopies SharesDeviceMemory",
+        "rrfp.transports.base": "Channel DeliversMessages LendsMemory Loan Message MessageKind Plain Rendezvous "
+        "SendsAtOnce Transport TransportContext TransportStatistics",
+        "rrfp.transports.links.flow": "HomeLoop Inbox Window cost_of",
+        "rrfp.transports.links.pool": "BufferPool",
+        "rrfp.transports.registry": "create_transport",
+        "rrfp.transports.rendezvous": "LocalRendezvous StoreRendezvous",
+        "rrfp.transports.secret": "Secret",
+        "rrfp.transports.wire.announcements": "Announcement",
+        "rrfp.transports.wire.codec": "MAX_HEADER_BYTES Codec Sealed copy_body",
+        "rrfp.transports.wire.tensor_bytes": "allocate as_bytes check_sendable from_buffer",
+    }
+)
 
-_HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rrfp.transports' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, _HOMES)

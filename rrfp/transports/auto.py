@@ -115,7 +115,6 @@ class AutoTransport(Transport):
             raise TransportClosedError("the transport is not started")
 
     async def send(self, peer: int, message: Message) -> None:
-        """See `Transport.send`."""
         self._check_running()
         inner = self._by_peer.get(peer)
         if inner is None:
@@ -123,12 +122,10 @@ class AutoTransport(Transport):
         await inner.send(peer, message)
 
     def send_at_once(self, peer: int, message: Message) -> bool:
-        """See `rrfp.transports.base.SendsAtOnce`."""
         inner = self._by_peer.get(peer)
         return inner is not None and inner.send_at_once(peer, message)
 
     async def receive(self) -> Message:
-        """See `Transport.receive`."""
         self._check_running()
         if len(self._inners) == 1:
             return await self._inners[0].receive()
@@ -146,7 +143,6 @@ class AutoTransport(Transport):
         return task.exception() is None and task.result().channel is not Channel.CONTROL
 
     def deliver_to(self, deliver: Deliver) -> None:
-        """See `rrfp.transports.base.DeliversMessages`."""
         self._check_running()
         receiving, self._receiving = self._receiving, {}
         for inner in self._inners:
@@ -156,18 +152,15 @@ class AutoTransport(Transport):
                 inner.deliver_to(deliver)
 
     def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> Loan | None:
-        """See `rrfp.transports.base.LendsMemory`."""
         inner = self._by_peer.get(peer)
         return inner.lend(peer, channel, sizes) if isinstance(inner, ShmTransport) else None
 
     async def close(self) -> None:
-        """See `Transport.close`."""
         self._closed = True
         await asyncio.gather(*(inner.close() for inner in self._inners))
         self._end_receiving()
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
         self._closed = True
         for inner in self._inners:
             inner.abort()

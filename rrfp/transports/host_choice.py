@@ -6,7 +6,6 @@ passes a slot to the lower one and publishes whether that worked, so both choose
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.links.flow import HomeLoop
-from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.rendezvous import by_peer, lookup_peer, publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, try_slot
 from rrfp.transports.zmq.transport import ZmqTransport
@@ -70,12 +69,7 @@ class HostChoice:
         try:
             published = _Published(self._own, "" if answers is None else answers.address, self._own_sharing)
             await publish_in_time(context, self._key(context.rank), published.pack())
-            looks = [asyncio.create_task(self._obstacle(peer, home, deadline_s)) for peer in context.peers]
-            try:
-                self.obstacles = dict(zip(context.peers, await asyncio.gather(*looks), strict=True))
-            finally:
-                for look in looks:
-                    look.cancel()  # those that are left behind an error
+            self.obstacles = await by_peer(context.peers, lambda peer: self._obstacle(peer, home, deadline_s))
         finally:
             if answers is not None:
                 answers.close()
@@ -107,12 +101,3 @@ class HostChoice:
         """The choice for a peer, and the reason if it is not shm."""
         obstacle = self.obstacles[peer]
         return f"zmq ({obstacle})" if obstacle else "shm"
-
-
-async def lookup_peer(context: TransportContext, peer: int, key: str, deadline_s: float) -> bytes:
-    """What ``peer`` published; a TransportError that names it after the deadline."""
-    timeout_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-    try:
-        return await context.rendezvous.lookup(key, timeout_s)
-    except TransportError as error:
-        raise TransportError(f"rank {peer} did not connect: {error}") from error

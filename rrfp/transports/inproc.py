@@ -250,7 +250,6 @@ class InprocTransport(Transport):
         return from_buffer(target, tensor.dtype, tuple(tensor.shape), requires_grad=tensor.requires_grad)
 
     async def receive(self) -> Message:
-        """See `Transport.receive`."""
         message = await self._open_end().inbox.get()
         self._received += 1
         self._received_bytes += message.num_bytes

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -34,7 +34,6 @@ class LocalRendezvous:
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     async def publish(self, key: str, value: bytes) -> None:
-        """See `Rendezvous.publish`."""
         with self._lock:
             self._values[key] = value
             waiting = self._waiting.pop(key, [])
@@ -43,7 +42,6 @@ class LocalRendezvous:
                 loop.call_soon_threadsafe(event.set)
 
     async def lookup(self, key: str, timeout_s: float) -> bytes:
-        """See `Rendezvous.lookup`."""
         entry = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             if key in self._values:
@@ -105,11 +103,9 @@ class StoreRendezvous:
         return cls(store, run_id=topology.run_id, restart=topology.restart)
 
     async def publish(self, key: str, value: bytes) -> None:
-        """See `Rendezvous.publish`."""
         await self._call(key, lambda: self._store.set(key, value))
 
     async def lookup(self, key: str, timeout_s: float) -> bytes:
-        """See `Rendezvous.lookup`."""
         # The store's own wait cannot be cancelled and keeps its connection to itself; polling does neither.
         pause_s, waited_s = timeouts.FIRST_PAUSE_S, 0.0
         try:
@@ -138,6 +134,25 @@ async def publish_in_time(context: TransportContext, key: str, value: bytes) -> 
     except TimeoutError:
         limit_s = context.connect_timeout_s
         raise TransportError(f"the rendezvous did not accept {key!r} within {limit_s:g} s") from None
+
+
+async def lookup_peer(context: TransportContext, peer: int, key: str, deadline_s: float) -> bytes:
+    """What ``peer`` published; a TransportError that names it after the deadline."""
+    timeout_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+    try:
+        return await context.rendezvous.lookup(key, timeout_s)
+    except TransportError as error:
+        raise TransportError(f"rank {peer} did not connect: {error}") from error
+
+
+async def by_peer(peers: Iterable[int], look: Callable[[int], Coroutine[Any, Any, _Result]]) -> dict[int, _Result]:
+    """The results for all peers, awaited at once; behind an error those that are left are cancelled."""
+    looks = {peer: asyncio.create_task(look(peer)) for peer in peers}
+    try:
+        return dict(zip(looks, await asyncio.gather(*looks.values()), strict=True))
+    finally:
+        for each in looks.values():
+            each.cancel()
 
 
 def _absent(key: str, timeout_s: float) -> TransportError:

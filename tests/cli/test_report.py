@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.shell import rrfp
 
 from rrfp.costs import make_costs
-from rrfp.lab.report import data, library
+from rrfp.lab.report import library
 from rrfp.lab.simulation import simulate
 from rrfp.trace.chrome import write_chrome
 
@@ -45,6 +48,13 @@ def test_bad_usage_is_one_line(trace: Path, arguments: tuple[str, ...], message:
     assert message in result.stderr
 
 
+def shown_run(page: Path) -> dict[str, Any]:
+    """What the page has of its first run."""
+    packed = page.read_text(encoding="utf-8").partition('<script id="data" type="text/plain">')[2].partition("<")[0]
+    runs: list[dict[str, Any]] = json.loads(gzip.decompress(base64.b64decode(packed)))["runs"]
+    return runs[0]
+
+
 def test_where_advice_is_refused_the_page_has_its_sentence(trace: Path, tmp_path: Path) -> None:
     result = rrfp("report", trace, "-o", tmp_path / "page.html", "--json")
     assert result.exit_code == 0
@@ -53,11 +63,12 @@ def test_where_advice_is_refused_the_page_has_its_sentence(trace: Path, tmp_path
         "bytes": (tmp_path / "page.html").stat().st_size,
     }
     refused = rrfp("advise", trace).stderr.removeprefix("rrfp: ").strip()
-    assert data.report_data([str(trace)])["runs"][0]["advice"] == {"refusal": refused}
+    assert shown_run(tmp_path / "page.html")["advice"] == {"refusal": refused}
 
 
-def test_the_newest_steps_are_shown(trace: Path) -> None:
-    run = data.report_data([str(trace)], data.ReportOptions(steps=2))["runs"][0]
+def test_the_newest_steps_are_shown(trace: Path, tmp_path: Path) -> None:
+    assert rrfp("report", trace, "-o", tmp_path / "page.html", "--steps", "2").exit_code == 0
+    run = shown_run(tmp_path / "page.html")
     assert (run["recorded"], [step["number"] for step in run["steps"]]) == (3, [1, 2])
 
 

@@ -15,7 +15,7 @@ from cli.shell import rrfp
     [
         (None, "cannot be read (No such file or directory)"),
         ("{", "is not JSON (Expecting property name enclosed in double quotes at line 1 column 2)"),
-        ("[" * 100_000, "is not a trace (nested too deeply)"),
+        ("[" * 100_000, "is not JSON (nested too deeply)"),
         ("[1]", "traceEvents is missing"),
         ('{"traceEvents": []}', "holds no step of a pipeline"),
         (

@@ -54,3 +54,16 @@ def test_outputs_come_in_any_order() -> None:
     script = Script(TaskGraph.chain(3), stage=1, microbatches=3)
     script.arrived("F2@0", "F0@0", "F1@0")
     assert script.ready == " ".join(str(Task(Kind.F, m, 1)) for m in range(3))
+
+
+@pytest.mark.parametrize("readers", [1, 255, 256, 300])
+def test_an_output_may_go_to_any_number_of_stages_and_their_gradients_are_all_awaited(readers: int) -> None:
+    stages = range(1, readers + 1)
+    script = Script(TaskGraph(Placement(readers + 1), tuple((0, stage) for stage in stages)), microbatches=1)
+    assert [one.peer for one in script.ran("F0@0") if isinstance(one, Send)] == [*stages]
+    for stage in stages:
+        assert script.core.decide() is None
+        script.arrived(f"B0@{stage}")
+    run = script.core.decide()
+    assert run is not None
+    assert str(run.task) == "B0@0"

@@ -8,7 +8,6 @@ import pytest
 from core_script import T
 
 from rrfp import StageProgram, Topology
-from rrfp.core.task_state import counters
 from rrfp.costs import CostTable
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
@@ -140,8 +139,3 @@ def test_an_impossible_graph_is_refused(
     with pytest.raises(ConfigError) as caught:
         TaskGraph(Placement(2), edges=edges, split=split)
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("most", [1, 255, 256, 1000])
-def test_counters_hold_whatever_they_may_reach(most: int) -> None:
-    assert list(counters(3, most, most=most)) == [most] * 3

@@ -110,7 +110,7 @@ def test_malformed_fields(changes: dict[str, Any], message: str) -> None:
         ('{"stages": 1,\n oops}', "is not JSON (Expecting property name enclosed in double quotes at line 2 column 2)"),
         ("[1]", "must be a JSON object with the fields stages, "),
         ('{"stages": 1, "stages": 2}', "field 'stages' is given more than once"),
-        ("[" * 100_000, "is not a cost file (nested too deeply)"),
+        ("[" * 100_000, "is not JSON (nested too deeply)"),
         ('{"stages": ' + "1" * 5000 + "}", "is not JSON (Exceeds the limit"),
     ],
 )

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cli.shell import rrfp
 from PIL import Image
 from report.browser import Browser
 from report.conftest import write
-
-from rrfp.lab.report.page import write_report
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "report.png"
 
@@ -20,7 +19,7 @@ def take() -> None:
     with TemporaryDirectory() as folder, Browser() as browser:
         os.chdir(folder)
         paths = [write(Path("1f1b.json"), "bf", "1f1b"), write(Path("default.json"), "slot-aware-pyramid", "2n")]
-        write_report([str(path) for path in paths], "report.html")
+        assert rrfp("report", *paths, "-o", "report.html").exit_code == 0
         browser.open(Path("report.html").resolve(), width=1300, height=860)
         task = browser.run("report.locate(0, 'B4@1')")
         browser.mouse("mouseMoved", (task["left"] + task["right"]) / 2, task["y"])

@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rrfp import checkpoint
-from rrfp.checkpoint.files import METADATA, SUMS
 from rrfp.checkpoint.plain import read
 from rrfp.errors import RrfpError
+
+METADATA, SUMS = ".metadata", "SHA256SUMS"
 
 
 class Made:

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rrfp
 from rrfp import checkpoint
-from rrfp.integrations.splitting.stages import Split
 
 _STATUS = Path("/proc/self/status")
 
@@ -29,7 +28,7 @@ def resident(field: str) -> int:
     return 1024 * int(match[1])
 
 
-def stages_of(folder: str, count: int) -> Split:
+def stages_of(folder: str, count: int) -> Any:
     """Of a model on the meta device."""
     configuration = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):

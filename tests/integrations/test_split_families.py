@@ -1,4 +1,4 @@
-"""The families of docs/how-to/transformers.md, as tiny random models: split, trained for a step, loaded by stages."""
+"""The families of docs/reference/api.md, as tiny random models: split, trained for a step, loaded by stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rrfp
 
-PAGE = (ROOT / "docs" / "how-to" / "transformers.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
 LISTED = re.search(r"^- \*\*All families.*?(?=^- \*\*)", PAGE, re.MULTILINE | re.DOTALL)
 assert LISTED is not None
 FAMILIES = re.findall(r"`([a-z0-9_]+)`", LISTED[0].partition(":")[2].partition("Refused")[0])

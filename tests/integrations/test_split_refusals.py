@@ -10,8 +10,6 @@ from integrations.decoders import build, config, draw
 from torch import nn
 
 import rrfp
-from rrfp.integrations.splitting import decoder as rules
-from rrfp.integrations.splitting.decoder import DecoderPart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -154,13 +152,14 @@ def test_a_forward_that_does_more_than_its_plan_says_is_found_by_the_check() -> 
 
 def test_the_check_names_the_parameter_whose_gradient_deviates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that passes hidden states on without their history has right outputs."""
-    forward = DecoderPart.forward
+    part: Any = type(rrfp.split(build("llama"), 2)[0].chunks[0])
+    forward = part.forward
 
     def detached(self: Any, *arguments: Any, **options: Any) -> Any:
         output = forward(self, *arguments, **options)
         return (output[0].detach(), *output[1:]) if isinstance(output, tuple) else output
 
-    monkeypatch.setattr(DecoderPart, "forward", detached)
+    monkeypatch.setattr(part, "forward", detached)
     message = refusal(build("llama"), check=True)
     assert "the gradient of model.embed_tokens.weight deviates by all of it: the parts have none;" in message
 
@@ -178,7 +177,8 @@ def test_families_and_classes_that_no_test_covers_are_checked_by_default() -> No
 
 
 def test_a_loss_that_is_not_the_models_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules.CausalLoss, "__call__", lambda loss, output, labels: output.logits.sum())
+    loss_class = type(rrfp.split(build("llama"), 2).loss_fn)
+    monkeypatch.setattr(loss_class, "__call__", lambda loss, output, labels: output.logits.sum())
     assert "the loss deviates by" in refusal(build("llama").requires_grad_(False), check=True)
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import rrfp
 from rrfp.core.usage import WaitCause
-from rrfp.lab.report.inline import WIDTH, trace_html
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.spans import StepTrace
 
@@ -35,26 +34,27 @@ def step() -> StepTrace:
 
 
 def test_a_box_for_each_task_where_it_ran_and_the_idle_causes_by_name(step: StepTrace) -> None:
-    drawn, scale = boxes(trace_html(step)), WIDTH / (step.end - step.start)
-    for span in step.tasks:
-        label = {"F": "forward", "B": "backward", "W": "weight gradient"}[span.task.kind]
-        left, width = drawn[f"{span.task}: {label}"]
+    text = step._repr_html_()
+    drawn, label = boxes(text), {"F": "forward", "B": "backward", "W": "weight gradient"}
+    own = [drawn[f"{span.task}: {label[span.task.kind]}"] for span in step.tasks]
+    scale = sum(width for _, width in own) / sum(span.end - span.start for span in step.tasks)
+    for span, (left, width) in zip(step.tasks, own, strict=True):
         assert width == pytest.approx((span.end - span.start) * scale, abs=0.02)
         assert left - drawn["F0@0: forward"][0] == pytest.approx((span.start - step.tasks[0].start) * scale, abs=0.02)
     causes = {wait.cause for stage in range(4) for wait in idle_waits(step, stage)}
     assert {WaitCause.INPUT, WaitCause.MEMORY} <= causes
     assert {f"idle: {CAUSE_LABELS[cause]}" for cause in causes} <= drawn.keys()
-    assert "% idle</text>" in trace_html(step)
+    assert "% idle</text>" in text
 
 
 def test_a_long_step_stays_small() -> None:
-    large = trace_html(simulated("bf", "n", steps=1, stages=16, microbatches=256)[0])
+    large = simulated("bf", "n", steps=1, stages=16, microbatches=256)[0]._repr_html_()
     ElementTree.fromstring(large)
     assert len(large) < 4_000_000
 
 
 def test_a_step_without_spans_is_a_sentence(step: StepTrace) -> None:
-    assert "nothing was recorded" in trace_html(replace(step, tasks=(), waits=()))
+    assert "nothing was recorded" in replace(step, tasks=(), waits=())._repr_html_()
 
 
 def test_a_pipeline_shows_its_newest_step() -> None:

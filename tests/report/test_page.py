@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from cli.shell import rrfp
+from matplotlib.colors import to_rgb
 from report.browser import Browser
 from report.conftest import write
 
 from rrfp.core.usage import WaitCause
 from rrfp.lab.traces.chrome_reader import read_chrome
-from rrfp.lab.traces.pictures import KIND_COLOURS
 from rrfp.model.tasks import KINDS, Kind, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.spans import StepTrace, TaskSpan
 
 pytestmark = pytest.mark.slow
+
+KIND_COLOURS = {kind: to_rgb(row.colour) for kind, row in KINDS.items()}
 
 
 @pytest.fixture(scope="session")

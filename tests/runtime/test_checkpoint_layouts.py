@@ -15,9 +15,9 @@ from fork_server import fork_server
 from runtime.checkpoint_ranks import LAYERS, Run, adamw, layer, microbatches
 from runtime.toys import TOLERANCE, loss_fn
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rrfp import checkpoint
-from rrfp.checkpoint.files import Contents
 from rrfp.model.placement import Layout
 
 __all__ = ["fork_server"]
@@ -87,9 +87,7 @@ def test_replicas_keep_their_own_running_statistics(tmp_path: Path) -> None:
     # What is the same on both is there once.
     newest = checkpoint.latest(tmp_path / "saved")
     assert newest is not None
-    names = {
-        name for name in Contents.of(newest, trust_pickles=False).metadata.state_dict_metadata if "replicas" in name
-    }
+    names = {name for name in FileSystemReader(newest).read_metadata().state_dict_metadata if "replicas" in name}
     assert names == {
         f"replicas.1.model.layers.{number}.1.{name}"
         for number in range(LAYERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import rrfp
 from rrfp.model.graph import TaskGraph
-from rrfp.pipeline.api import LocalPipeline
-from rrfp.pipeline.loop_thread import LoopChoice
+from rrfp.pipeline.faces import PipelineHandle
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
 
@@ -74,10 +73,10 @@ def test_a_task_has_adopted_all_that_came_from_other_stages_and_nothing_else(spl
     assert [(each.foreign, each.local) for each in programs] == [(3 + 3 + 2, 0), (3 + 3 + 2, 3 + 3 + 2)]
 
 
-STYLES: list[tuple[str, LoopChoice]] = [("blocking", "own"), ("async", "own"), ("async", "caller")]
+STYLES: list[tuple[str, Literal["own", "caller"]]] = [("blocking", "own"), ("async", "own"), ("async", "caller")]
 
 
-def train_and_evaluate(pipeline: LocalPipeline, style: str, **arguments: Any) -> rrfp.StepResult:
+def train_and_evaluate(pipeline: PipelineHandle, style: str, **arguments: Any) -> rrfp.StepResult:
     """A step where there is a microbatch count, then an evaluation, on this thread; returns the last result."""
     count = arguments.get("microbatches")
 
@@ -97,7 +96,7 @@ def train_and_evaluate(pipeline: LocalPipeline, style: str, **arguments: Any) ->
 
 @pytest.mark.parametrize(("style", "loop"), STYLES)
 def test_each_lane_is_fenced_once_a_step_on_the_callers_thread_after_the_programs_are_open(
-    style: str, loop: LoopChoice
+    style: str, loop: Literal["own", "caller"]
 ) -> None:
     lanes = Lanes()
     programs = checked(lanes, 2, 1)
@@ -125,7 +124,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize(("style", "loop"), STYLES)
 def test_outputs_of_an_evaluation_are_handed_over_on_the_callers_thread_by_the_lane_that_made_them(
-    style: str, loop: LoopChoice
+    style: str, loop: Literal["own", "caller"]
 ) -> None:
     lanes = Lanes()
     modules = [nn.Linear(WIDTH, WIDTH), Nested()]

@@ -18,7 +18,6 @@ from runtime.toys import data, loss_fn, stages
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.core.step import SHORTEST_REPORTED_S
 from rrfp.model.tasks import Task
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
@@ -47,7 +46,7 @@ class Slow(nn.Module):
     """Takes so long that its forward is worth a report."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(3 * SHORTEST_REPORTED_S)
+        time.sleep(0.003)
         return x
 
 

@@ -29,7 +29,7 @@ from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 
 __all__ = ["fork_server"]
 
@@ -317,7 +317,7 @@ def test_leaving_raises_no_second_time_for_a_stage_of_the_process_whose_part_was
     stage_1_returned = threading.Event()
     run_step = StageRunner.step
 
-    async def step(runner: StageRunner, plan: Plan) -> rrfp.StepResult:
+    async def step(runner: StageRunner, plan: StepPlan) -> rrfp.StepResult:
         result = await run_step(runner, plan)
         if runner.core.stage == 1:
             stage_1_returned.set()

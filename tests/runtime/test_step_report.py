@@ -13,13 +13,13 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Mode
 from rrfp.runtime.all_gather import TreeAllGather
-from rrfp.runtime.steps.plan import Plan, StepPlanner, StepRequest
+from rrfp.runtime.steps.plan import StepPlan, StepPlanner, StepRequest
 from rrfp.runtime.steps.step_report import StepReporter
 
 MESH = Mesh((("pp", 1), ("dp", 2)))
 
 
-async def share(plans: list[Plan]) -> list[BaseException | None]:
+async def share(plans: list[StepPlan]) -> list[BaseException | None]:
     """What sharing weights ends with on each of two replicas."""
     parts: list[TreeAllGather] = []
 
@@ -36,7 +36,7 @@ async def share(plans: list[Plan]) -> list[BaseException | None]:
     return list(await asyncio.gather(*shares, return_exceptions=True))
 
 
-def plan(weights: list[float], *, reduces: bool = True) -> Plan:
+def plan(weights: list[float], *, reduces: bool = True) -> StepPlan:
     request = StepRequest(Mode.TRAIN, microbatches=len(weights), weights=weights, reduce_gradients=reduces)
     made = StepPlanner(is_shared=True).plan(request)
     assert made.total_weight == sum(weights)

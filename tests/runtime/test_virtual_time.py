@@ -15,12 +15,12 @@ from rrfp.errors import ConfigError, DeadlockError, PipelineAborted
 from rrfp.lab.emulated import Durations
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
-from rrfp.pipeline.api import LocalPipeline
+from rrfp.pipeline.faces import PipelineHandle
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Message, MessageKind
 
 
-def emulated(stages: int, durations: Durations, **options: Any) -> LocalPipeline:
+def emulated(stages: int, durations: Durations, **options: Any) -> PipelineHandle:
     """A pipeline that computes nothing and takes its time on timers."""
     graph, lanes = TaskGraph.chain(stages), [TimerLane() for _ in range(stages)]
     programs = [EmulatedStage(graph, durations, num_bytes=8, spend=lane.spend) for lane in lanes]

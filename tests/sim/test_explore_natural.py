@@ -15,7 +15,7 @@ from batches import long
 from rrfp.core import events as ev
 from rrfp.core.ready_set import natural_order
 from rrfp.core.stage_core import StageCore
-from rrfp.lab.unused_hint import UnusedHint
+from rrfp.hints import create_hint
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
@@ -35,7 +35,7 @@ class State:
         self.graph = graph
         in_order = natural_order(graph) if forced else ()
         stages = range(graph.placement.stages)
-        self.cores = [StageCore(graph, stage, UnusedHint(), Limit(limit), in_order=in_order) for stage in stages]
+        self.cores = [StageCore(graph, stage, create_hint("bf"), Limit(limit), in_order=in_order) for stage in stages]
         self.ran: frozenset[Task] = frozenset()
         self.mail: frozenset[Message] = frozenset()
         #: The highest microbatch that has run of each kind on each virtual stage; whether one ran behind a higher one.

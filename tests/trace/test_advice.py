@@ -16,7 +16,6 @@ import rrfp
 from rrfp.costs import CostTable, make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.advice import Wishes, advise_file
-from rrfp.lab.advice.report import Advice, Cause, Setting
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.emulated import table_durations
 from rrfp.lab.simulation import planned_sizes, simulate
@@ -44,7 +43,7 @@ def recorded(path: Path, steps: Sequence[CostTable], **method: Any) -> Path:
     return path / "trace.json"
 
 
-def advice_on(path: Path, **wishes: Any) -> Advice:
+def advice_on(path: Path, **wishes: Any) -> Any:
     return advise_file(str(path), Wishes(skip_first=0, **wishes))
 
 
@@ -52,11 +51,11 @@ def mean_seconds(steps: Sequence[CostTable], **method: Any) -> float:
     return float(np.mean([simulate(step, **method).makespan for step in steps]))
 
 
-def cause(advice: Advice, name: str) -> Cause:
+def cause(advice: Any, name: str) -> Any:
     return next(each for each in advice.causes if each.name == name)
 
 
-def setting(advice: Advice, text: str) -> Setting:
+def setting(advice: Any, text: str) -> Any:
     return next(each for each in advice.settings if each.setting.startswith(text))
 
 

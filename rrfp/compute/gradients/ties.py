@@ -40,11 +40,9 @@ _SLICE_BYTES = 16 << 20
 class TiedCopy:
     """A copy of a tied parameter."""
 
-    #: The name of the tie.
     tie: str
     #: The virtual stage that holds the copy.
     virtual_stage: int
-    #: The copy.
     parameter: nn.Parameter
     #: Whether the object's home is a lower virtual stage of this process (`SharedGradients`).
     is_guest: bool
@@ -79,13 +77,11 @@ class TiedCopy:
 class CopySettings:
     """The description of a copy that ranks compare in the handshake."""
 
-    #: The name of the tie.
     tie: str
     #: The virtual stage that holds the copy.
     virtual_stage: int
     #: Shape, dtype and placement, as text for messages.
     kind: str
-    #: Whether the copy requires grad.
     requires_grad: bool
     #: See `TiedCopy`.
     is_guest: bool
@@ -97,7 +93,6 @@ class CopySettings:
 class Tie:
     """A tie that all ranks agree on."""
 
-    #: The name of the tie.
     name: str
     #: The virtual stages with a copy, ascending: the order in which gradients are added.
     virtual_stages: tuple[int, ...]
@@ -220,7 +215,6 @@ class Pieces:
 
     #: See `rrfp.compute.gradients.layout.encode`; ``ABSENT`` if there is no gradient.
     layout: int
-    #: Whether the copy requires grad.
     requires_grad: bool
     #: This rank's part of the gradient, cut into pieces: one-dimensional, on the CPU, read-only.
     tensors: tuple[Tensor, ...] = ()

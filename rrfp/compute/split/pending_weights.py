@@ -25,7 +25,6 @@ from rrfp.errors import StageError
 class Deferred(NamedTuple):
     """An operator whose weight gradients W computes."""
 
-    #: The operator.
     node: Node
     #: The tensors that its rule kept.
     saved: Saved
@@ -84,7 +83,7 @@ class PendingWeights:
 
     def _deferred_gradients(self, entrances: _Entrances) -> Iterator[Tensor]:
         # The latest operator of the forward first, as in autograd: the order of entries fixes the order of sums.
-        for node, saved, outer, edges in sorted(self.deferred, key=_latest_first):
+        for node, saved, outer, edges in sorted(self.deferred, key=lambda each: -int(each.node._sequence_nr())):
             for edge in edges:
                 gradient = RULES[node.name()].gradient(saved, edge, outer)
                 yield entrances.add(GradientEdge(*node.next_functions[edge]), gradient, outer)
@@ -121,10 +120,6 @@ class _Entrances:
         with torch.enable_grad():
             self._views[leaf] = parameter.view_as(parameter).grad_fn
         return True
-
-
-def _latest_first(deferred: Deferred) -> int:
-    return -int(deferred.node._sequence_nr())
 
 
 @contextmanager

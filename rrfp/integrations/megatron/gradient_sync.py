@@ -36,13 +36,11 @@ class GradientSync:
         self._open()
 
     def before_backward(self, chunk: int) -> None:
-        """A backward of ``chunk`` begins."""
         self._left[chunk] -= 1
         if not self._left[chunk] and self._hooks_reduce:
             self._inside.close()
 
     def after_backward(self, chunk: int) -> None:
-        """It has ended."""
         if self._left[chunk]:
             return
         if not self._hooks_reduce:

@@ -7,13 +7,13 @@ import socket
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from rrfp import Topology
 from rrfp.errors import ConfigError
+from rrfp.host import boot_id
 from rrfp.integrations.megatron.upstream import expert_group, tensor_and_context_group
 
 
@@ -77,7 +77,6 @@ def joined_group(groups: Any, config: Any) -> dist.ProcessGroup:
 
 
 def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """``value`` of all ranks of ``group``."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -87,5 +86,5 @@ def _host() -> str:
     """Names this host: containers of one host have names of their own, hosts made of one image may share theirs."""
     boot = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
     return f"{socket.gethostname()} {boot}"

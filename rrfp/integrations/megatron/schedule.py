@@ -16,9 +16,8 @@ from rrfp.errors import ConfigError
 from rrfp.integrations.megatron import checks
 from rrfp.integrations.megatron.errors import as_runtime_error
 from rrfp.integrations.megatron.gradient_sync import GradientSync, ParameterSync
-from rrfp.integrations.megatron.iterators import listed_iterators
 from rrfp.integrations.megatron.meeting import Meeting
-from rrfp.integrations.megatron.tasks import ChunkTasks, StepCall
+from rrfp.integrations.megatron.tasks import ChunkTasks, StepCall, listed_iterators
 from rrfp.integrations.megatron.upstream import (
     check_signatures,
     default_groups,
@@ -223,7 +222,6 @@ class _ModelPipeline:
         return self._opened
 
     def run(self, call: StepCall) -> StepResult:
-        """Run one step of it."""
         opened = self._entered()
         opened.check_usable()
         try:

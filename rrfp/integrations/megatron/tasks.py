@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from rrfp import AdoptedGradients, Batch, CallerModes, Payload, StageProgram, StepId, Task
-from rrfp.errors import StageError
+from rrfp.errors import ConfigError, StageError
 from rrfp.integrations.megatron.gradient_sync import GradientSync, ParameterSync
 from rrfp.integrations.megatron.upstream import fitted, schedules
 
@@ -70,7 +70,6 @@ class ChunkTasks(StageProgram):
             self._clear()
 
     def open(self, step: StepId, batch: Batch) -> None:
-        """See `rrfp.StageProgram.open`."""
         self._modes = CallerModes.capture(step.mode)
         self._clear()
 
@@ -82,11 +81,9 @@ class ChunkTasks(StageProgram):
         self._adopted: dict[int, AdoptedGradients | None] = {}
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """See `rrfp.StageProgram.forward`."""
         return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """See `rrfp.StageProgram.backward`."""
         return self._modes.backward(self._backward, task, grads)
 
     def name_of(self, virtual_stage: int) -> str:
@@ -223,3 +220,48 @@ def _adopted(chunk: nn.Module) -> AdoptedGradients | None:
     """None where gradients are added to ``main_grad``: then no ``.grad`` lives longer than a backward."""
     trained = (parameter for parameter in chunk.parameters() if parameter.requires_grad)
     return None if all(hasattr(parameter, "main_grad") for parameter in trained) else AdoptedGradients(chunk)
+
+
+def listed_iterators(data_iterator: Any, chunks: int) -> list[Any]:
+    """What each chunk draws from, as it was passed; a ConfigError where their number is not that of the chunks."""
+    if not isinstance(data_iterator, list):
+        if chunks > 1:
+            raise ConfigError(
+                f"data_iterator is a {type(data_iterator).__name__}, must be a list with one iterator for each of the "
+                f"{chunks} model chunks"
+            )
+        return [data_iterator]
+    if len(data_iterator) != chunks:
+        raise ConfigError(
+            f"data_iterator has {len(data_iterator)} iterators, must have one for each model chunk: {chunks}"
+        )
+    shared = {id(each): each for each in data_iterator if hasattr(each, "__next__") and data_iterator.count(each) > 1}
+    drawn: dict[int, int] = {}
+    return [
+        _SharedIterator(each, chunk, drawn) if id(each) in shared else each for chunk, each in enumerate(data_iterator)
+    ]
+
+
+class _SharedIterator:
+    """An iterator that several chunks were given: one of them may draw, as the order between chunks is free."""
+
+    def __init__(self, source: Iterator[Any], chunk: int, drawn: dict[int, int]) -> None:
+        self._source = source
+        self._chunk = chunk
+        #: By iterator, the chunk that draws from it.
+        self._drawn = drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        first = self._drawn.setdefault(id(self._source), self._chunk)
+        if first != self._chunk:
+            raise StageError(
+                f"chunks {first} and {self._chunk} draw from one data_iterator, and forwards of chunks run in any "
+                "order: each must have an iterator of its own"
+            )
+        return next(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)

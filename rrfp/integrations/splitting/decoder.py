@@ -165,7 +165,6 @@ class DecoderLayout:
 
     #: Those ahead of the layers, with their stand-ins in parts that receive hidden states.
     before: Mapping[str, _StandIn]
-    #: The list of layers.
     layers: str
     #: Those behind the layers, which return what they receive in all parts but the last.
     after: tuple[str, ...]

@@ -120,7 +120,6 @@ class HubFolder:
 
     @property
     def names(self) -> list[str]:
-        """The names of all entries."""
         return list(self._file_of)
 
     def entry(self, name: str) -> Entry:

@@ -43,7 +43,6 @@ class Sample:
 class Layered(ABC):
     """A model as a chain of layers, cut between any two."""
 
-    #: The whole model.
     model: nn.Module
     #: Modules that run ahead of the first layer, such as an embedding; always in the first part.
     before: Sequence[nn.Module]
@@ -148,7 +147,6 @@ class LayerCosts:
 
     #: Of all that is ahead of the first layer.
     before: float
-    #: The cost of each layer.
     layers: Sequence[float]
     #: Of all that is behind the last layer.
     after: float

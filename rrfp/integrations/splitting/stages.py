@@ -39,7 +39,6 @@ class SplitStage:
 
     #: Of this stage, 0..N-1.
     index: int
-    #: N.
     stages: int
     #: Its modules, shallowest first; one, unless the split has several chunks a stage.
     chunks: tuple[nn.Module, ...] = field(repr=False)
@@ -171,7 +170,6 @@ class Split(Sequence[SplitStage]):
     Parameters are the model's own objects: in one process the model trains with its parts.
     """
 
-    #: The stages, in order.
     all_stages: tuple[SplitStage, ...]
     #: The first layer of each virtual stage but the first.
     cuts: tuple[int, ...]

@@ -37,7 +37,6 @@ class Recipe:
 
     @classmethod
     def copy(cls, name: str, stored: str) -> Recipe:
-        """The entry ``stored``, as it is."""
         return cls((name,), lambda read: {name: read(stored)}, stored)
 
 
@@ -49,7 +48,6 @@ class Weights:
 
     def __init__(self, model: nn.Module) -> None:
         entries = entries_of([model])
-        #: By name, of all entries.
         self.shapes = {name: tensor.shape for name, tensor in entries.items()}
         by_tensor: dict[int, list[str]] = {}
         for name, tensor in entries.items():

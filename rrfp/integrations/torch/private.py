@@ -76,7 +76,6 @@ class TorchSchedule(PipelineScheduleMulti):
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is a ``loss_fn``."""
         return self._loss_fn is not None
 
     @property
@@ -108,7 +107,6 @@ class TorchSchedule(PipelineScheduleMulti):
             ) from error
 
     def loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None) -> Any:
-        """The loss of one microbatch."""
         return self._compute_loss(output, target, loss_kwargs)  # type: ignore[no-untyped-call]
 
     def infer_metadata(
@@ -354,10 +352,8 @@ def mesh_of(stage: Stage, dims: tuple[str, ...]) -> DeviceMesh | None:
 
 
 def is_ddp(module: nn.Module) -> bool:
-    """Whether ``module`` is wrapped in DDP."""
     return isinstance(module, DistributedDataParallel)
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether ``module`` is one of FSDP2's."""
     return isinstance(module, FSDPModule)

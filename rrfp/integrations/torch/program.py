@@ -89,7 +89,6 @@ class StageTasks(StageProgram):
         self._divisor = divisor
 
     def open(self, step: StepId, batch: Batch) -> None:
-        """See `rrfp.StageProgram.open`."""
         # With backward_requires_autograd=False a training step may run under no_grad, all of it.
         self._modes = CallerModes.capture(step.mode if torch.is_grad_enabled() else Mode.FORWARD)
         self.step_losses.clear()
@@ -107,15 +106,12 @@ class StageTasks(StageProgram):
         self._formed: set[int] = set()
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """See `rrfp.StageProgram.forward`."""
         return self._modes.forward(self._forward, task, inputs)
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """See `rrfp.StageProgram.backward`."""
         return self._modes.backward(self._backward, task, grads)
 
     def weight(self, task: Task) -> None:
-        """See `rrfp.StageProgram.weight`."""
         self._modes.backward(self._weight, task)
 
     def finish(self, virtual_stage: int) -> None:

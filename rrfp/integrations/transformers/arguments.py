@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.stages import Split
+from rrfp.plain import whole
 
 #: Arguments that must keep their default, by what to do instead, or why.
 REFUSED = {
@@ -32,8 +33,7 @@ REFUSED = {
 def check(
     model: nn.Module, args: TrainingArguments, stages: Any, microbatches: Any, arguments: Mapping[str, Any]
 ) -> None:
-    if type(microbatches) is not int or microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches!r}, must be an integer >= 1")
+    whole("microbatches", microbatches, 1)
     if not isinstance(stages, Split) or stages.loss_fn is None:
         raise ConfigError(
             f"stages is a {type(stages).__name__}, must be rrfp.split(model, n) of a causal language model"

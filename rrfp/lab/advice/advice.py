@@ -169,7 +169,6 @@ class Adviser:
         return self._replay.each([replace(self.method, hint=None, strict=order) for order in executed], self._steps)
 
     def advice(self) -> Advice:
-        """All of it."""
         measured, base = self.measured, self.base.seconds
         named = () if self.job.strict == REPLAY else self._causes()
         found = [Cause(name, text, float(left.seconds.mean()), left.saved(base)) for name, text, left in named]

@@ -39,7 +39,6 @@ class Method:
         return f"{hint_text(self.hint)}, limit {limit_text(self.limit)}"
 
     def run(self, costs: CostTable) -> EngineResult:
-        """One step."""
         if self.hint is None:
             hints, limits = [create_strict(self.strict or "") for _ in range(costs.stages)], [Limit()] * costs.stages
         else:
@@ -56,7 +55,6 @@ class Method:
 
 
 def hint_text(hint: HintSpec) -> str:
-    """A hint by its name."""
     return f"hint {hint if isinstance(hint, str) else getattr(hint, 'text', None) or name_of(hint)}"
 
 
@@ -113,7 +111,6 @@ class Replayer:
         return self.each([method] * len(self.steps), self.steps if steps is None else steps)
 
     def each(self, methods: Sequence[Method], steps: Sequence[RecordedStep]) -> Replays:
-        """The same with a method for each step."""
         seconds, held = [], 0
         for method, step in zip(methods, steps, strict=True):
             result = method.run(step.table())

@@ -31,7 +31,6 @@ class Cause:
 class Setting:
     """What the steps would take with another setting."""
 
-    #: The cause that it changes.
     cause: str
     #: What the trace shows, as a clause.
     reason: str

@@ -148,7 +148,6 @@ class RankChecker:
         return f"{self._rank.name} {what}, in {self.step}"
 
     def open(self, step: StepId) -> None:
-        """``step`` opens."""
         self.step = step
         self._present, self._completed = self._early.pop(step.number, set()), set()
         self.memory.open(step, self._visits_of(step))

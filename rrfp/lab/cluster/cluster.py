@@ -211,7 +211,6 @@ class Cluster(ABC, Generic[NodeT]):
     # What happens to a rank.
 
     def group_of(self, node: NodeT) -> RankGroup[NodeT]:
-        """The group of ``node``."""
         return self.groups[node.rank // self.members]
 
     def open_step(self, node: NodeT) -> None:
@@ -224,7 +223,6 @@ class Cluster(ABC, Generic[NodeT]):
         self.allow_step(self.group_of(node).take_waiting())
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        """The event that opens ``step``."""
         sizes = None if self._sizes is None else self._sizes[: step.microbatches]
         return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
 
@@ -239,7 +237,6 @@ class Cluster(ABC, Generic[NodeT]):
             self.perform(node, instruction)
 
     def deliver(self, packet: Envelope) -> None:
-        """``packet`` arrives."""
         node, content = self.nodes[packet.receiver], packet.content
         if isinstance(content, GroupMessage):
             protocol = node.agreement or node.leader_protocol
@@ -256,7 +253,6 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, content)
 
     def dispatch(self, node: NodeT, task: Task) -> None:
-        """``node`` enqueues ``task``."""
         self._accept(node, task)
         self.enqueued(node, task)
         node.lane.append(task)
@@ -352,7 +348,6 @@ class TimedCluster(Cluster[NodeT]):
         self.queue = queue
 
     def now(self) -> float:
-        """Virtual time."""
         return self.queue.now
 
     def wake(self, node: NodeT, seconds: float, pause: int) -> None:

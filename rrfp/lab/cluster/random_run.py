@@ -231,5 +231,4 @@ class RandomRun(Cluster[Node]):
         return self._num_bytes(task) + self._more_bytes(node.rank.member, task)
 
     def output_bytes(self, node: Node, task: Task) -> int:
-        """The same."""
         return self.bytes_held(node, task)

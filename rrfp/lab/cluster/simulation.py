@@ -153,7 +153,6 @@ class GroupTimeline:
         self._cause = None
 
     def begin(self, task: Task, start: float, end: float) -> None:
-        """All ranks begin ``task``."""
         self._is_running = True
         self.spans.append(TaskSpan(self.core.stage, task, start, end))
         self.apply(ev.Enqueued(task))

@@ -30,7 +30,6 @@ from rrfp.laboratory import load
 
 METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
 
-#: The accepted files of pictures.
 PICTURE = "FILE.png|svg|pdf"
 
 #: Option -> its value, None where it was not given.

@@ -18,7 +18,6 @@ _RUN = "The run of this name, such as 'replica 1'; default: the first of each fi
 _STEPS = "The most steps to show, the newest; default 10."
 _ADVICE = "Whether the page has what rrfp advise says; by default unless that takes long."
 
-#: The most files.
 _MOST = 2
 
 

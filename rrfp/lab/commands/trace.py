@@ -208,7 +208,6 @@ class StepReport:
 
     @classmethod
     def of(cls, trace: StepTrace, stages: Sequence[int]) -> StepReport:
-        """The report of ``stages`` in one step."""
         num_bytes = {entry.stage: entry.peaks.num_bytes for entry in trace.peaks}
         reports = (
             TracedStage(stage, breakdown(trace, stage), peak_held(trace, stage), num_bytes.get(stage))
@@ -234,17 +233,14 @@ class RunReport:
 
     @classmethod
     def of(cls, path: Path, run: TracedRun) -> RunReport:
-        """The report of one run of a file."""
         return cls((path,), run.name, tuple(StepReport.of(step, run.stages) for step in run.steps))
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The steps' numbers."""
         return tuple(report.step for report in self.steps)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages' numbers."""
         return tuple(report.stage for report in self.steps[0].stages)
 
     @property
@@ -263,7 +259,6 @@ class RunReport:
         return tuple(_mean(reports) for reports in zip(*(step.stages for step in self.steps), strict=True))
 
     def step(self, number: int) -> StepReport:
-        """The report of one step."""
         self.check([number])
         return self.steps[self.numbers.index(number)]
 

@@ -39,7 +39,6 @@ class MethodFigures:
     speedup: float
     #: Share of the step in which a stage was idle, mean over stages and steps.
     blocking: float
-    #: The same by cause.
     blocking_by_cause: Mapping[str, float]
     #: The most microbatches held in any step, by stage; parts of one, on some of its chunks, count whole.
     peak_held: tuple[int, ...]
@@ -60,7 +59,6 @@ class Steps:
         self._lines: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """One more step."""
         self._lines[line["method"]].append(line)
 
     def bounds(self, method: DemoMethod) -> list[float] | None:

@@ -36,7 +36,6 @@ class DemoMethod:
     strict: str | None = None
     #: a hint's name, ``module:attribute`` or ``file.py:attribute``; None for a schedule.
     hint: str | None = None
-    #: Whether backward is split.
     split: bool = False
     #: Of a hint; None for the default.
     limit: str | None = None
@@ -143,7 +142,6 @@ class DemoSettings:
     text: str | None = None
     #: N, one process each.
     stages: int = 4
-    #: M.
     microbatches: int = 24
     #: Steps of each method that are not measured.
     warm_up: int = 1

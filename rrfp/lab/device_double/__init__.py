@@ -64,14 +64,12 @@ class DoubleMemory(SharedMemory):
         self._used = 0
 
     def write(self, start: int, source: Tensor) -> object:
-        """See `SharedMemory.write`."""
         self._used = max(self._used, start + source.nbytes)
         piece = self._piece(start, source.nbytes)
         piece.copy_(source, non_blocking=True)
         return piece
 
     def read(self, start: int, target: Tensor) -> object:
-        """See `SharedMemory.read`."""
         piece = self._piece(start, target.nbytes)
         target.copy_(piece, non_blocking=True)
         return piece
@@ -94,7 +92,6 @@ class DoubleSharing(DeviceSharing):
     name = "double"
 
     def allocate(self, num_bytes: int) -> SharedMemory:
-        """See `DeviceSharing.allocate`."""
         descriptor = os.memfd_create("rrfp-device-double", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
         inode = os.fstat(descriptor).st_ino
@@ -102,14 +99,12 @@ class DoubleSharing(DeviceSharing):
         return DoubleMemory(descriptor, num_bytes, fields, is_own=True)
 
     def check(self, fields: Mapping[str, Any]) -> int:
-        """See `DeviceSharing.check`."""
         positive = partial(whole, least=1)
         readers: dict[str, Reader] = {"process": positive, "descriptor": whole, "inode": whole, "size": positive}
         size: int = fields_of(fields, readers, error=partial(FrameError, None))["size"]
         return size
 
     def open(self, fields: Mapping[str, Any]) -> SharedMemory:
-        """See `DeviceSharing.open`."""
         descriptor = os.open(f"/proc/{fields['process']}/fd/{fields['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         if (status.st_ino, status.st_size) != (fields["inode"], fields["size"]):

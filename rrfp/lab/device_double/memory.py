@@ -24,7 +24,6 @@ class Segment:
     clock: Clock
     #: The storages read so far, by key.
     read: dict[int, Reading] = field(default_factory=dict)
-    #: Those written.
     written: dict[int, Region] = field(default_factory=dict)
     #: Those that it may see though work that writes them is pending.
     opened: list[Region] = field(default_factory=list)

@@ -54,7 +54,6 @@ class Region:
 
     #: To it. As long as the region lives, no other storage has its key.
     ref: StorageWeakRef
-    #: Its size.
     num_bytes: int
     #: The stream that made it, to which it returns when it is freed; None for one made by the host.
     owner: int | None = None
@@ -121,7 +120,6 @@ class Region:
 class Reading:
     """A storage as a piece of work reads it."""
 
-    #: The storage.
     region: Region
     #: The first one that reads it.
     operator: str

@@ -154,9 +154,7 @@ class Explorable(Protocol):
     def bounds(self) -> Bounds:
         """What the rule promises."""
 
-    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
-        """Explore it."""
-        ...
+    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration: ...
 
 
 CaseT_co = TypeVar("CaseT_co", bound=Explorable, covariant=True)
@@ -166,11 +164,8 @@ CaseT_co = TypeVar("CaseT_co", bound=Explorable, covariant=True)
 class ChainCase:
     """One pipeline under one rule."""
 
-    #: N.
     stages: int
-    #: M.
     microbatches: int
-    #: C.
     chunks: int = 1
     layout: Layout = "looped"
     #: Which virtual stages split it.
@@ -193,7 +188,6 @@ class ChainCase:
 
     @property
     def graph(self) -> TaskGraph:
-        """The dependency graph."""
         all_of_them = range(self.placement.num_virtual_stages)
         return TaskGraph(
             self.placement, split=tuple(self.backward == "split" or self._is_mixed_in(v) for v in all_of_them)
@@ -204,7 +198,6 @@ class ChainCase:
 
     @property
     def limits(self) -> list[Limit]:
-        """The limit of each stage."""
         rule = self.rule if self.rule in OFFERED_RULES else DEFAULT_RULE
         return [replace(Limit.resolve(self.limit, stage, self.stages), rule=rule) for stage in range(self.stages)]
 
@@ -257,7 +250,6 @@ class ChainCase:
 class Explored(Generic[CaseT_co]):
     """One case and its exploration."""
 
-    #: The case.
     case: CaseT_co
     exploration: Exploration
     #: Processor time that this took.
@@ -295,15 +287,10 @@ class Grid:
     microbatches: Sequence[int] = (1, 2, 3, 4)
     #: Values of C.
     chunks: Sequence[int] = (1, 2)
-    #: Values of layout.
     layouts: Sequence[Layout] = ("looped", "v")
-    #: Values of backward.
     backwards: Sequence[Backward] = ("whole", "split", "mixed")
-    #: Values of mode.
     modes: Sequence[Mode] = (Mode.TRAIN, Mode.FORWARD)
-    #: Values of the limit.
     limits: Sequence[int | Literal["1f1b"]] = (1, 2, 3, 4, "1f1b")
-    #: Names of rules.
     rules: Sequence[str] = OFFERED_RULES
     #: What runs in microbatch order; None for no forced order.
     in_order: Sequence[InOrder | None] = (None,)
@@ -362,7 +349,6 @@ class SlotLimit(Limit):
     chunk_tasks: int = 1
 
     def slots(self, chunks: int) -> int:
-        """The slots."""
         return self.chunk_tasks
 
 
@@ -374,13 +360,11 @@ class GraphCase:
     table: tuple[int, ...]
     #: Pairs (u, v), u < v: v reads u.
     edges: tuple[tuple[int, int], ...]
-    #: M.
     microbatches: int
     #: Of each stage, in chunk tasks.
     slots: tuple[int, ...]
     #: What each microbatch visits; None: everything.
     visits: Visits | None = None
-    #: Whether backward is split.
     is_split: bool = False
     #: Training or forward only.
     mode: Mode = Mode.TRAIN
@@ -390,7 +374,6 @@ class GraphCase:
 
     @property
     def graph(self) -> TaskGraph:
-        """The dependency graph."""
         return TaskGraph(TablePlacement(self.table), self.edges, (self.is_split,) * len(self.table))
 
     @property

@@ -107,7 +107,6 @@ class StageProblem:
 
     @property
     def rule(self) -> type[MemoryRule]:
-        """The memory rule of the stage."""
         context = RuleContext(self.graph, self.stage, self.visits, self.step.mode, bool(self.in_order))
         return self.admission or rule_of(self.limit.rule, context)
 
@@ -173,7 +172,6 @@ class StageOracle:
         self._answers: dict[State, Answer] = {}
 
     def answer(self, state: State) -> Answer:
-        """What the stage says of ``state``."""
         sight = self.sight
         key = tuple([ran & sight for ran in state])
         answer = self._answers.get(key)
@@ -288,7 +286,6 @@ def visited_bits(bits: Mapping[tuple[Kind, int], int], visits: Visits) -> tuple[
 
 
 def _have_run(tasks: int, ran: int) -> bool:
-    """Whether there are any ``tasks``, and all of them have run."""
     return tasks != 0 and ran & tasks == tasks
 
 

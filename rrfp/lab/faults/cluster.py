@@ -191,7 +191,6 @@ class Availability:
         return bool(self._pauses or self._deaths)
 
     def is_dead(self, rank: int, now: float) -> bool:
-        """Whether ``rank`` has ended."""
         return self._deaths.get(rank, now + 1.0) <= now
 
 

@@ -70,7 +70,6 @@ class GroupMessageId:
 
     @property
     def sort(self) -> str:
-        """What it is."""
         return _SORTS[self.kind]
 
     def __str__(self) -> str:
@@ -126,9 +125,7 @@ class Pause:
 class Death:
     """``rank`` ends at ``at``; its peers learn of it ``detection`` seconds later, as from the transport."""
 
-    #: The rank that ends.
     rank: int
-    #: When.
     at: float
     #: Seconds until a transport notices.
     detection: float
@@ -182,7 +179,6 @@ class Delay:
     others of its channel, once nothing else can happen. A stale copy does arrive in the later step.
     """
 
-    #: The message.
     message: AnyId
     #: The message arrives in time as well, and what comes late is a copy.
     is_copy: bool

@@ -66,7 +66,6 @@ class RandomFaults:
         self._skips = visits.are_partial
 
     def draw(self) -> tuple[Fault, ...]:
-        """The faults."""
         number = self._rng.choice([0, 1, 1, 1, 1, 1, 1, 2, 2, 3])
         faults: list[Fault] = []
         hit: set[AnyId] = set()
@@ -264,7 +263,6 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
 
 
 def _takes_offers(seed: int, depth: int, parallelism: Parallelism, limits: Sequence[Limit]) -> bool:
-    """Whether lanes take offers."""
     # Drawn apart, so that it changes nothing else of a seed.
     is_possible = depth == 1 and parallelism.members == 1 and limits[0].bytes is None
     return is_possible and random.Random(f"{seed} offers").random() < 0.5

@@ -46,12 +46,10 @@ class Parallelism:
 
     @property
     def is_led(self) -> bool:
-        """Whether there are followers."""
         return self.members > 1 and self.coordination == "leader"
 
     @property
     def agrees(self) -> bool:
-        """Whether there are proposals."""
         return self.members > 1 and self.coordination == "agreement"
 
     def describe(self) -> list[str]:
@@ -72,19 +70,15 @@ class Scenario:
     """One run. Times are in seconds."""
 
     seed: int
-    #: The dependency graph.
     graph: TaskGraph
     #: How it is scheduled, in words: "bf", "random", "strict 1f1b".
     method: str
-    #: Makes the hint of a stage.
     make_hint: Callable[[int], Hint]
-    #: One a stage.
     limits: tuple[Limit, ...]
     #: (kind, virtual stage) pairs that run in microbatch order.
     in_order: frozenset[ForcedOrder]
     #: Tasks enqueued and not complete, at most, a stage.
     depth: int
-    #: The steps, in order.
     steps: tuple[StepId, ...]
     #: Of the microbatches, where hints receive them.
     sizes: tuple[float, ...] | None
@@ -108,7 +102,6 @@ class Scenario:
     visits: Visits | None = None
 
     def visits_of(self, step: StepId) -> Visits:
-        """What the microbatches of ``step`` visit."""
         return Visits(step.microbatches) if self.visits is None else self.visits
 
     def _pipeline(self) -> Iterator[str]:
@@ -143,7 +136,6 @@ class Scenario:
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """All ranks, by number."""
         return ranks_of(self.graph.placement.stages, self.parallelism.replicas, self.parallelism.members)
 
     def latency(self, output: Arrived, member: int) -> float:

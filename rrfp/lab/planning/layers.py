@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rrfp.costs.files import json_fault
 from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.layered import LayerCosts
 from rrfp.model.placement import Placement
-from rrfp.plain import Reader, fields_of, number, shown, text, whole
+from rrfp.plain import Reader, fields_of, number, read_json, shown, text, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,6 @@ class Layers:
 
     @property
     def count(self) -> int:
-        """Layers."""
         return len(self.names) - 2
 
     def even(self, where: Placement) -> tuple[int, ...]:
@@ -107,14 +103,7 @@ def balanced(seconds: Sequence[float] | Matrix, where: Placement, slow: Sequence
 def read_layers(path: str | os.PathLike[str]) -> Layers:
     """Read the file of `Split.save_layers`; a ConfigError names the file and the field."""
     name = os.fspath(path)
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be read ({error.strerror or error})") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: is not JSON (nested too deeply)") from None
-    except ValueError as error:
-        raise ConfigError(f"{name}: is not JSON ({json_fault(error)})") from None
+    document = read_json(path)
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: must be a JSON object, as stages.save_layers of rrfp.split writes it")
 

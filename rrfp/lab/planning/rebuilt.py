@@ -39,7 +39,6 @@ class StepShape:
     #: Of backward; of a trace that is not split, with which part of it as weight gradients.
     split: bool | None
     weight_part: float | None
-    #: M.
     microbatches: int
 
 
@@ -74,7 +73,6 @@ class RebuiltSteps:
         return Placement(costs.stages, costs.chunks, "v" if costs.placement == "v" else "looped")
 
     def step(self, shape: StepShape, number: int) -> RecordedStep:
-        """One step."""
         key = (number, shape.layout, shape.microbatches)
         if (step := self._known.get(key)) is None:
             if shape.layout is None:

@@ -73,7 +73,6 @@ class Budget:
     num_bytes: int | None = None
     #: The numbers of microbatches; none: that of the trace.
     microbatches: tuple[int, ...] = ()
-    #: The most tasks that are simulated.
     tasks: int = MOST_TASKS
 
 

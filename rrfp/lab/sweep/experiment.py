@@ -150,7 +150,6 @@ class SimulatedMethod:
 
     @property
     def counts_bytes(self) -> bool:
-        """Whether the limit is in bytes."""
         return counts_bytes(self.limit)
 
     @property
@@ -206,7 +205,6 @@ class Experiment:
     method: SimulatedMethod
 
     def simulate(self) -> Simulation | TensorParallelSimulation:
-        """Run it."""
         from rrfp.schedules.registry import schedule_names, schedule_needs
 
         workload, method = self.workload, self.method

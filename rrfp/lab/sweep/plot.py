@@ -59,7 +59,6 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
 
 
 def draw_sweep(rows: Sequence[SweepRow]) -> Figure:
-    """Draw the rows of a sweep."""
     # The first of `ACROSS` that varies is the horizontal axis, every combination of the others a panel. Speed is the
     # speed-up over the first strict method where every workload has one, else makespan over lower bound.
     if not rows:

@@ -191,7 +191,6 @@ TASKS_WORTH_A_PROCESS = 100_000
 class Skip:
     """A run that was not made: its method does not fit."""
 
-    #: The run.
     experiment: Experiment
     #: What does not fit, in one line.
     reason: str
@@ -201,7 +200,6 @@ class Skip:
 class SweepResult:
     """The outcomes of a sweep, both in the order of its experiments."""
 
-    #: a row a run.
     rows: tuple[SweepRow, ...]
     #: Experiments that do not fit.
     skipped: tuple[Skip, ...]

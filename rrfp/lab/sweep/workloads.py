@@ -84,7 +84,6 @@ class Workload:
         make_costs(self.profile, 1, 1, placement=self.placement, jitter=self.jitter, latency=self.latency)
 
     def costs(self) -> CostTable:
-        """The cost table."""
         return _made(self)
 
     def sized_costs(self) -> CostTable:
@@ -117,7 +116,6 @@ class Workload:
         return "-".join((self.profile, size, *chunks, *split, self.jitter, latency, f"seed{self.seed}"))
 
     def without_seed(self) -> Workload:
-        """The same for all seeds."""
         return replace(self, seed=0)
 
     def __str__(self) -> str:
@@ -142,7 +140,6 @@ class CostFile:
         self.sizes()
 
     def costs(self) -> CostTable:
-        """The cost table."""
         from rrfp.costs.files import read_costs
 
         try:
@@ -167,7 +164,6 @@ class CostFile:
 
     @property
     def chunks(self) -> int:
-        """Chunks a stage."""
         return self.costs().chunks
 
     @property
@@ -183,7 +179,6 @@ class CostFile:
         return {"latency": SHUFFLED, "seed": 0}
 
     def without_seed(self) -> CostFile:
-        """A file has no seed."""
         return self
 
     def __str__(self) -> str:
@@ -261,11 +256,9 @@ class MultimodalWorkload:
         multimodal_costs(self.graph, 1, 1, images=self.images, sounds=self.sounds, latency=self.latency)
 
     def costs(self) -> CostTable:
-        """The cost table, which has bytes."""
         return _made_multimodal(self)
 
     def sized_costs(self) -> CostTable:
-        """The same."""
         return self.costs()
 
     def sizes(self) -> Sequence[float]:
@@ -276,7 +269,6 @@ class MultimodalWorkload:
 
     @property
     def profile(self) -> str:
-        """Its name."""
         return MULTIMODAL
 
     @property
@@ -291,7 +283,6 @@ class MultimodalWorkload:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of a step."""
         return self.costs().num_tasks
 
     @property
@@ -300,7 +291,6 @@ class MultimodalWorkload:
         return {}
 
     def without_seed(self) -> MultimodalWorkload:
-        """The same for all seeds."""
         return replace(self, seed=0)
 
     def __str__(self) -> str:

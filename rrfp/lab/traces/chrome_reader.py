@@ -1,22 +1,19 @@
 """Reads the files of `rrfp.trace.chrome`: tasks, waits and messages of every step, to the nanosecond."""
 
-import json
 import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
-from rrfp.costs.files import json_fault
 from rrfp.costs.table import checked_sizes
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
-from rrfp.plain import Reader, number, or_none, shown, text, value_error, whole
+from rrfp.plain import Reader, number, or_none, read_json, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import BYTES, CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
@@ -94,14 +91,7 @@ class TracedRun:
 
 def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
     """The runs of a file, at least one."""
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
-    except RecursionError:
-        raise ConfigError(f"{os.fspath(path)}: is not a trace (nested too deeply)") from None
-    except ValueError as error:
-        raise ConfigError(f"{os.fspath(path)}: is not JSON ({json_fault(error)})") from None
+    document = read_json(path)
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
         raise ConfigError(f"{os.fspath(path)}: traceEvents is missing, must be the list of a trace written by rrfp")
@@ -243,7 +233,6 @@ class _Reader:
 
 
 def _read(reader: Reader, name: str, data: dict[str, Any], prefix: str = "", *span: float) -> Any:
-    """The field ``name`` of ``data``."""
     if name not in data:
         raise ValueError(f"{prefix}{name} is missing")
     return reader(f"{prefix}{name}", data[name], *span, error=value_error)

@@ -23,9 +23,7 @@ from rrfp.trace.spans import Skip, StepTrace, TaskSpan
 class Shape:
     """What steps must have in common to be averaged, beside M."""
 
-    #: N.
     stages: int
-    #: C.
     chunks: int
     #: Which stage holds which virtual stage.
     placement: Layout | Literal["table"]
@@ -61,7 +59,6 @@ class TracedStep:
     #: The step's.
     number: int
     shape: Shape
-    #: M.
     microbatches: int
     #: From its start to its end.
     seconds: float

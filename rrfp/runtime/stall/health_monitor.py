@@ -125,7 +125,6 @@ class HealthMonitor:
         return agreements
 
     def _status(self) -> RankStatus:
-        """This rank's status."""
         status = self._progress.status()
         lasts = status.running_s >= self._stall_after
         process = self._peer_monitor.process_of(self._topology.rank)

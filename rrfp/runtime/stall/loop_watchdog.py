@@ -66,7 +66,6 @@ class LoopWatchdog:
         self._thread = threading.Thread(target=self._watch, name="rrfp-loop-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._loop_thread = threading.get_ident()
         self._beat()
         self._beating = asyncio.create_task(self._beat_on(), name="rrfp-beat")

@@ -62,7 +62,7 @@ class PeerMonitor:
         self._open: dict[int, _Question] = {}
         self._announced_at: dict[int, float] = {}
         self.handlers: Mapping[MessageKind, Handler] = {
-            MessageKind.ACKNOWLEDGED: self._on_acknowledged,
+            MessageKind.ACKNOWLEDGED: lambda message: self.on_answer(message.sender),
             MessageKind.UNRESPONSIVE: self._on_unresponsive,
         }
 
@@ -83,7 +83,6 @@ class PeerMonitor:
         self._post(peer, Message(Channel.CONTROL, MessageKind.ACKNOWLEDGED))
 
     def on_answer(self, peer: int) -> None:
-        """``peer`` answered."""
         question = self._open.pop(peer, None)
         if question is None:
             return
@@ -92,9 +91,6 @@ class PeerMonitor:
         if question.announced:
             silent = asyncio.get_running_loop().time() - question.since
             logger.warning("%s answers again, after %.1f s", self._topology.name_of(peer), silent)
-
-    def _on_acknowledged(self, message: Message) -> None:
-        self.on_answer(message.sender)
 
     def _on_unresponsive(self, message: Message) -> None:
         """A peer announced a rank that does not answer."""

@@ -45,20 +45,22 @@ class StallProgress:
 
     def status(self) -> RankStatus:
         """How this rank is doing."""
-        activity, running = self._activity, self.running()
-        wait = self._recorder.wait if running is None and activity.step is not None else None
-        now = self._now()
+        activity, running, now = self._activity, self.running(), self._now()
+        is_in_step = activity.step is not None
+        dispute = self._driver.dispute() if is_in_step else None
+        wait = self._recorder.wait if running is None and is_in_step else None
+        awaits = describe(self._core, self._topology, dispute=dispute) if is_in_step else []
         return RankStatus(
             stage=self._core.stage,
             step=None if activity.step is None else activity.step.number,
             steps_ended=activity.steps_ended,
             running=running,
             running_s=self.running_seconds(),
-            can_run=not running and activity.step is not None and self._can_run(),
+            can_run=not running and is_in_step and dispute is None and self._core.decide() is not None,
             completed=self._executor.completed,
             sent=self._messenger.sent,
             received=self._messenger.received,
-            awaits=() if activity.step is None else tuple(self._awaits()),
+            awaits=(*awaits, *self._driver.gradients.awaited()) if is_in_step else (),
             gathering=activity.gathering,
             gatherings_ended=activity.gatherings_ended,
             name=self._topology.name,
@@ -85,17 +87,8 @@ class StallProgress:
             limit_bytes=core.limit.bytes,
         )
 
-    def _can_run(self) -> bool:
-        return self._driver.dispute() is None and self._core.decide() is not None
-
     def _story(self) -> str:
         """What happened to the first task that the rank waits for."""
         dispute = self._driver.dispute()
         tasks = [entry.task for entry in waiting(self._core, 1)] if dispute is None else [dispute[0]]
         return past_of(self._core, self._topology, tasks[0]) if tasks else ""
-
-    def _awaits(self) -> list[str]:
-        return [
-            *describe(self._core, self._topology, dispute=self._driver.dispute()),
-            *self._driver.gradients.awaited(),
-        ]

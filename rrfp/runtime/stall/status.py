@@ -23,11 +23,9 @@ class StepStatus:
     mode: str
     #: Tasks of the step that were enqueued on this rank.
     enqueued: int
-    #: All of them.
     tasks: int
     #: Tasks that may be enqueued now.
     ready: int
-    #: The memory that it holds.
     holding: Holding
     #: The most chunk tasks that it may hold; None: any.
     slots: int | None
@@ -42,7 +40,6 @@ class RankStatus:
     stage: int
     #: The step that it is in, or None between steps.
     step: int | None
-    #: Steps that it has completed.
     steps_ended: int
     #: The task, or other work, on its lane, or None.
     running: str | None
@@ -185,7 +182,6 @@ def _elsewhere(status: RankStatus, current: int | None) -> str:
 class RankAnswer:
     """The answer of one rank, or why there is none."""
 
-    #: Which.
     rank: int
     stage: int
     name: str

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from rrfp.errors import ConfigError
 
-#: The environment variable.
 VARIABLE = "RRFP_TOP"
 
 _NAME = re.compile(r"([0-9a-f]{12})\.(\d+)\.(\d+)\.sock")
@@ -81,7 +80,6 @@ def chosen_folder() -> Path | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder``, if it is not there."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     check_folder(folder)

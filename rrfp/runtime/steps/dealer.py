@@ -29,7 +29,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -137,7 +137,7 @@ class Dealer:
         self._arrived[Home(self._replica_of[sender], task.microbatch)] = message
         self._news.set()
 
-    async def deal(self, plan: Plan) -> Plan:
+    async def deal(self, plan: StepPlan) -> StepPlan:
         """The plan of the microbatches that this rank runs; its program then has their data."""
         self._last = None
         if plan.step.mode is not Mode.TRAIN:
@@ -158,7 +158,7 @@ class Dealer:
         self._last = deal
         return await self._exchanged(plan, deal)
 
-    async def _all_sizes(self, plan: Plan) -> tuple[list[list[float]], bool]:
+    async def _all_sizes(self, plan: StepPlan) -> tuple[list[list[float]], bool]:
         """The sizes of the microbatches that each replica's caller has, and whether all callers know them.
 
         A ProtocolError where the ranks of a replica have not as many.
@@ -180,7 +180,7 @@ class Dealer:
             return [[*share.sizes] for share in replicas], True
         return _ones([share.microbatches for share in replicas]), False
 
-    async def _exchanged(self, plan: Plan, deal: Deal) -> Plan:
+    async def _exchanged(self, plan: StepPlan, deal: Deal) -> StepPlan:
         """Send what others run, and wait for what this rank runs of theirs."""
         own = self._topology.replica
         homes = deal.homes[own]
@@ -216,7 +216,7 @@ class Dealer:
         """The lane comes behind the caller's work on its tensors."""
         return await self._executor.run_extra(name, call, received)
 
-    def _packed(self, plan: Plan, microbatches: Iterable[int]) -> list[Payload]:
+    def _packed(self, plan: StepPlan, microbatches: Iterable[int]) -> list[Payload]:
         """What the caller passed for some microbatches; a StageError if it cannot travel."""
         batch = plan.batch_of(self._topology.stage)
         lists = {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
@@ -245,7 +245,7 @@ class Dealer:
             raise ProtocolError(f"rank {message.sender} sent a microbatch without the structure of its tensors")
         return Payload(message.tensors, structure)
 
-    def _reopened(self, plan: Plan, deal: Deal, arrived: Sequence[Payload]) -> Plan:
+    def _reopened(self, plan: StepPlan, deal: Deal, arrived: Sequence[Payload]) -> StepPlan:
         """The plan of the deal, with which the program begins the step anew."""
         # A module may write into its inputs; what arrived is read-only.
         taken = [

@@ -98,26 +98,44 @@ VisitArgument = Mapping[str, Sequence[bool]]
 
 
 class CommonArguments(TypedDict, total=False):
-    """The keyword arguments of any step; `rrfp.Pipeline.step` says what they mean."""
+    """The keyword arguments of any step."""
 
     kwargs: Kwargs | None
+    """Further keyword arguments: a list for every module of this process, or a dict with a list for each stage that has
+    any, ``{stage: [{...}, ...]}``, of which every rank takes its own stage's, or with a graph one for each part."""
+
     weights: Sequence[float] | None
+    """Of the microbatches' losses, such as token counts, 1 by default; needed on the last virtual stage. A microbatch
+    of weight 0 is in neither loss nor gradients."""
+
     sizes: Sequence[float] | None
+    """The size of each microbatch, in any unit, for hints that read it."""
+
     microbatches: int | None
+    """M, where no list is passed or a whole batch is to be cut."""
+
     visits: VisitArgument | None
+    """For each optional part of the graph that some microbatch skips, M booleans; the same on all ranks of a
+    replica."""
 
 
 class EvaluateArguments(CommonArguments, total=False):
     """The keyword arguments of an evaluation."""
 
     return_outputs: bool | None
+    """Whether the result's ``outputs`` hold the outputs of the last virtual stage, detached, on its rank: True, False,
+    or None for True where no loss is computed. Where several parts have losses, each output is a dict by part."""
 
 
 class StepArguments(CommonArguments, total=False):
     """The keyword arguments of a training step."""
 
     grad_scale: float
+    """A factor on every gradient, 1.0 by default; the reported loss is without it."""
+
     reduce_gradients: bool
+    """False leaves gradients unreduced over data-parallel replicas, for all but the last of several steps that
+    accumulate."""
 
 
 _KNOWN = {
@@ -169,7 +187,7 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step, ready to run."""
 
     #: Its number, mode and M.
@@ -230,7 +248,7 @@ class StepPlanner:
         training_step: int = 0,
         refused: int = 0,
         loss_scale: float | None = None,
-    ) -> Plan:
+    ) -> StepPlan:
         """Check ``request`` against the pipeline; a ConfigError says what does not fit.
 
         Args:
@@ -250,7 +268,7 @@ class StepPlanner:
         kwargs: Any = request.kwargs
         is_by_stage = isinstance(kwargs, Mapping) and not any(type(key) is str for key in kwargs)
         lists: tuple[Any, Any, Any] = inputs, targets, None if is_by_stage else kwargs  # nothing is whole any more
-        return Plan(
+        return StepPlan(
             StepId(number, request.mode, count),
             Batch(*lists, self._factors(request, count, loss_scale), request.return_outputs, training_step),
             None if request.weights is None else tuple(request.weights),

@@ -171,7 +171,6 @@ class PendingReports:
 
     @property
     def has_come(self) -> bool:
-        """Whether the reports are here."""
         return (
             self.outcome.done() and self.outcome.exception() is None and isinstance(self.outcome.result(), StepFigures)
         )

@@ -55,7 +55,6 @@ class LimitFollower:
         return self._limits.own(self._topology.stage)
 
     def open(self, step: StepId) -> None:
-        """A step begins."""
         self._every = -(-step.microbatches // MOST_ECHOES)
         self._outputs.clear()
 

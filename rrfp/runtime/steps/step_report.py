@@ -23,7 +23,7 @@ from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.deal import Deal
-from rrfp.runtime.steps.plan import Plan
+from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import MeasuredReport, PendingReports, ResourceMeter, StageReport, StepFigures
 from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.trace.breakdown import breakdown
@@ -256,7 +256,6 @@ class StepReporter:
         self.has_losses = topology.stage in stages
         #: Whether it adds the weights of its replica to that sum: one of those with losses does.
         self._gives_weights = topology.stage == min(stages) and topology.mesh.is_first(topology.rank)
-        #: The parts with losses of their own.
         self._parts = () if context.model is None else context.model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
@@ -272,7 +271,7 @@ class StepReporter:
         self._awaited, self._settled = asyncio.Event(), asyncio.Event()
         self._settled.set()
 
-    async def share_weights(self, plan: Plan) -> None:
+    async def share_weights(self, plan: StepPlan) -> None:
         """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters."""
         own = WeightShare(plan.total_weight if self._gives_weights else 0.0, plan.reduce_gradients)
         gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
@@ -283,7 +282,7 @@ class StepReporter:
             assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
             factors.normalise(sum(share.weight for share in shares))
 
-    def _check_reduces(self, reduces: Sequence[bool], plan: Plan) -> None:
+    def _check_reduces(self, reduces: Sequence[bool], plan: StepPlan) -> None:
         """A rank that sums gradients would wait in a collective for one that does not."""
         if len(set(reduces)) > 1:
             does, does_not = (self._topology.name_of(reduces.index(wanted)) for wanted in (True, False))
@@ -295,7 +294,7 @@ class StepReporter:
         """Another step follows the one whose peaks the core still has."""
         self.earlier = Peaks.worst([self.earlier, self._core.peaks])
 
-    def open(self, plan: Plan, read_losses: ReadLosses) -> None:
+    def open(self, plan: StepPlan, read_losses: ReadLosses) -> None:
         """The step has begun. ``read_losses`` waits for this rank's losses, on a rank that computes any.
 
         A rank that computes none shares that at once, and so keeps no other rank waiting.
@@ -308,7 +307,7 @@ class StepReporter:
         assert self._losses is not None, "the step is not open"
         return await self._losses
 
-    async def _share_losses(self, plan: Plan, read_losses: ReadLosses, losses: asyncio.Future[Losses]) -> None:
+    async def _share_losses(self, plan: StepPlan, read_losses: ReadLosses, losses: asyncio.Future[Losses]) -> None:
         await self._compare_visits(plan)
         has_weights = True if plan.weights is not None else None
         share = LossShare(plan.refused, plan.batch.training_step, loss_scale=plan.loss_scale, has_weights=has_weights)
@@ -326,7 +325,7 @@ class StepReporter:
         count, deal = plan.step.microbatches, plan.deal
         losses.set_result(Losses.of(shares, self._topology, count, plan.reduction, self._parts, deal))
 
-    def _with_losses(self, share: LossShare, plan: Plan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
+    def _with_losses(self, share: LossShare, plan: StepPlan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
         """``share`` with the losses that this rank computed, if there are any."""
         self._check_finite(plan, losses)
         weight = plan.total_weight
@@ -338,7 +337,7 @@ class StepReporter:
         weights = plan.weights or () if self._parts else ()
         return replace(share, parts=parts, weight=weight, has_weights=plan.weights is not None, weights=weights)
 
-    async def _compare_visits(self, plan: Plan) -> None:
+    async def _compare_visits(self, plan: StepPlan) -> None:
         """Fail where ranks were given other visits, before one of them waits for a task that another skips."""
         if self._model is None or not self._model.optional:
             return
@@ -347,7 +346,7 @@ class StepReporter:
         shares = [records.unpack(VisitShare, data, "the visits of a step") for data in answers]
         check_visits([share.skipped for share in shares], self._model.feeds.parts, self._topology)
 
-    def report(self, plan: Plan, trace: StepTrace) -> PendingReports:
+    def report(self, plan: StepPlan, trace: StepTrace) -> PendingReports:
         """Exchange reports behind the caller's back: this rank's call returns meanwhile."""
         self._pending = pending = PendingReports(self._wait)
         self._awaited.clear()
@@ -359,7 +358,7 @@ class StepReporter:
 
     async def _exchange(
         self,
-        plan: Plan,
+        plan: StepPlan,
         trace: StepTrace,
         shown: tuple[Peaks, float | None, float | None],
         pending: PendingReports,
@@ -385,7 +384,7 @@ class StepReporter:
         self._activity.end_step()
         self._settled.set()
 
-    async def _gather(self, plan: Plan, trace: StepTrace, own: StageReport) -> Sequence[StageReport]:
+    async def _gather(self, plan: StepPlan, trace: StepTrace, own: StageReport) -> Sequence[StageReport]:
         """The reports of all ranks; where the limit follows round trips, they agree on that of the next step."""
         number, follower, name = plan.step.number, self._follower, "a step report"
         if follower is None:
@@ -418,7 +417,7 @@ class StepReporter:
         if self._pending is not None:
             self._pending.settle(failure)
 
-    def _compare_refused(self, refused: Sequence[int], plan: Plan) -> None:
+    def _compare_refused(self, refused: Sequence[int], plan: StepPlan) -> None:
         """Warn when calls were refused on some ranks only: a rank that then took its next batch is ahead of others."""
         if refused == self._refused or self._topology.rank != 0:
             return
@@ -433,7 +432,7 @@ class StepReporter:
                 min(refused),
             )
 
-    def _check_finite(self, plan: Plan, losses: Mapping[str, Mapping[int, float]]) -> None:
+    def _check_finite(self, plan: StepPlan, losses: Mapping[str, Mapping[int, float]]) -> None:
         """Log the first loss that counts and is no finite number, once; members of a group have the same losses."""
         if self._warned or not self._topology.mesh.is_first(self._topology.rank):
             return

@@ -103,7 +103,6 @@ def _obstacle(tensor: Tensor) -> str | None:
 
 
 def _rows(leaves: Sequence[tuple[str, Tensor]], microbatches: int) -> int:
-    """The rows of all of ``leaves``."""
     if not leaves:
         raise ConfigError(f"a whole batch must hold a tensor, to be cut into {microbatches} microbatches")
     first, rows = leaves[0][0], leaves[0][1].shape[0]

@@ -15,15 +15,16 @@ the check needs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rrfp.laboratory import public_name
+from rrfp.laboratory import PUBLIC
+from rrfp.lazy_names import lazy_names
 from rrfp.testing.checks import SkippedError, run_checks
 from rrfp.testing.lane_checks import calls, device_work
 from rrfp.testing.lane_checks.makers import made_by
 from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
 
-# For type checkers, which do not run __getattr__: `as` marks a public name.
+# For type checkers: `as` marks a public name.
 if TYPE_CHECKING:
     from rrfp.lab.lane_makers import double_lane as double_lane
 
@@ -57,5 +58,4 @@ async def run_lane_checks(make_lane: MakeLane) -> dict[str, str]:
     return await run_checks(ALL_CHECKS, make_lane)
 
 
-def __getattr__(name: str) -> Any:
-    return public_name(__name__, name)
+_names, __getattr__, _dir = lazy_names(__name__, PUBLIC[__name__])

@@ -35,7 +35,6 @@ class BadFrame:
     raw: bytes | None = None
 
     def header(self, run_id: str, sequence: int) -> bytes:
-        """The header's bytes."""
         if self.raw is not None:
             return self.raw
         fields: dict[str, Any] = {

@@ -13,7 +13,6 @@ from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks.pair import Check, DidNotHappenError, MakePair, Pair, PairOptions
 from rrfp.transports.base import Message, Transport
 
-#: So many are named.
 _MOST_NAMED = 4
 
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 from torch import Tensor
 
@@ -84,6 +83,7 @@ class SlotChannel:
         self._copies = copies
         self._link = link
         self._peer = link.peer
+        self._check = HeaderChecks(link.peer)
         self._error: RrfpError | None = None
         self._is_closed = False
         #: Own slots: those that the peer has, and the free ones, with a None once the channel has ended.
@@ -146,27 +146,24 @@ class SlotChannel:
         """``fields`` is the first slot, None without bytes."""
         if number in self._filled:
             self.refuse(number, fields)
-            self._bad("number", f"is {number}, which was announced before")
+            self._check.fail(f"{ENTRY}.number", f"is {number}, which was announced before")
         filled: asyncio.Queue[int] = asyncio.Queue()
         if any(spec.num_bytes for spec in specs):
             filled.put_nowait(self._use(fields))
         elif fields is not None:
-            self._bad("slot", f"is {fields!r:.80}, must be null where no tensor has bytes")
+            self._check.fail(f"{ENTRY}.slot", f"is {fields!r:.80}, must be null where no tensor has bytes")
         self._filled[number] = filled
         task = background(self._receive(number, specs, filled))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _bad(self, field: str, reason: str) -> NoReturn:
-        raise FrameError(self._peer, f"{ENTRY}.{field}", reason)
-
     def _use(self, slot: Plain) -> int:
         """A checked slot of the peer's, which is read from now on."""
         most = self._slots.other.num_bytes // self._slots.other_room - 1
         number = whole(f"{ENTRY}.slot", slot, 0, most, error=partial(FrameError, self._peer))
         if number in self._reading:
-            self._bad("slot", f"is {number}, which was not given back")
+            self._check.fail(f"{ENTRY}.slot", f"is {number}, which was not given back")
         self._reading.add(number)
         return number
 
@@ -198,17 +195,16 @@ class SlotChannel:
     def on_entry(self, fields: Plain) -> None:
         if type(fields) is int:
             if fields not in self._lent:
-                self._bad("slot", f"is {fields}, which was not lent")
+                self._check.fail(f"{ENTRY}.slot", f"is {fields}, which was not lent")
             self._take_back(fields)
             return
-        check = HeaderChecks(self._peer)
-        first, slot = check.array(ENTRY, fields, 2)
-        number = check.integer(f"{ENTRY}.number", first)
+        first, slot = self._check.array(ENTRY, fields, 2)
+        number = self._check.integer(f"{ENTRY}.number", first)
         if number in self._filled:
             self._filled[number].put_nowait(self._use(slot))
         else:
             self.refuse(number, slot)
-            self._bad("number", f"is {number}, which was not announced")
+            self._check.fail(f"{ENTRY}.number", f"is {number}, which was not announced")
 
     # The end.
 

@@ -27,9 +27,9 @@ from rrfp.plain import whole
 from rrfp.transports.auto import log_choice
 from rrfp.transports.base import Transport, TransportContext
 from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, SlotChannel, Slots, room_of_slots
-from rrfp.transports.host_choice import HostChoice, lookup_peer
+from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.links.flow import HomeLoop
-from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.rendezvous import by_peer, lookup_peer, publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, this_host
 from rrfp.transports.tunnel.link import TunnelLink
@@ -47,12 +47,7 @@ async def try_slots(
     context: TransportContext, copies: SharesDeviceMemory, peers: Collection[int], deadline_s: float
 ) -> dict[int, Slots | str]:
     """For each of ``peers`` the slots, or why there can be none."""
-    tries = [asyncio.create_task(_Trial(context, copies, peer, deadline_s).run()) for peer in peers]
-    try:
-        return dict(zip(peers, await asyncio.gather(*tries), strict=True))
-    finally:
-        for each in tries:
-            each.cancel()  # those that are left behind an error
+    return await by_peer(peers, lambda peer: _Trial(context, copies, peer, deadline_s).run())
 
 
 class _Trial:

@@ -19,6 +19,7 @@ from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Deliver, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.links.flow import CLOSED, HomeLoop, Inbox, Window
 from rrfp.transports.links.rate_limited_log import RateLimitedLog
+from rrfp.transports.rendezvous import lookup_peer
 from rrfp.transports.wire.codec import Codec
 
 _log = get_logger(__name__)
@@ -106,12 +107,7 @@ class LinkedTransport(Transport, Generic[Link]):
             raise
 
     async def _endpoint_of(self, peer: int, key: str, deadline_s: float) -> bytes:
-        """What a peer published."""
-        timeout_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-        try:
-            endpoint = await self.context.rendezvous.lookup(key, timeout_s)
-        except TransportError as error:
-            raise TransportError(f"rank {peer} did not connect: {error}") from error
+        endpoint = await lookup_peer(self.context, peer, key, deadline_s)
         self._check_open()
         return endpoint
 
@@ -135,7 +131,6 @@ class LinkedTransport(Transport, Generic[Link]):
         return self._inbox
 
     async def send(self, peer: int, message: Message) -> None:
-        """See `Transport.send`."""
         self._check_open()
         link = self._links.get(peer)
         outlet = None if link is None else link.outlets.get(message.channel)
@@ -146,7 +141,6 @@ class LinkedTransport(Transport, Generic[Link]):
         self._count(num_bytes)
 
     def send_at_once(self, peer: int, message: Message) -> bool:
-        """See `rrfp.transports.base.SendsAtOnce`."""
         link = self._links.get(peer)
         outlet = None if link is None or self._closing else link.outlets.get(message.channel)
         num_bytes = message.num_bytes
@@ -163,11 +157,9 @@ class LinkedTransport(Transport, Generic[Link]):
         self._sent_bytes += num_bytes
 
     async def receive(self) -> Message:
-        """See `Transport.receive`."""
         return await self._check_open().get()
 
     def deliver_to(self, deliver: Deliver) -> None:
-        """See `rrfp.transports.base.DeliversMessages`."""
         self._check_open().deliver_to(deliver)
         self._deliver = deliver
 
@@ -193,7 +185,6 @@ class LinkedTransport(Transport, Generic[Link]):
             self.abort()
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
         if self._is_closed:
             return
         self._is_closed = True

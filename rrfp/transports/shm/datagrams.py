@@ -33,7 +33,6 @@ class DatagramBody(NamedTuple):
 
     #: Their number.
     tensors: int = 0
-    #: Bytes of all tensors.
     num_bytes: int = 0
     #: The number of their slot; 0: they follow the header.
     slot: int = 0

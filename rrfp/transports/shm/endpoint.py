@@ -34,11 +34,6 @@ class Connected(NamedTuple):
     process: int
 
 
-def new_address(rank: int) -> str:
-    """An address that nothing else has."""
-    return f"rrfp-shm-{rank}-{secrets.token_hex(16)}"
-
-
 def connect(address: str) -> Connected | None:
     """Connect to a listening rank; None while it has too many connections waiting."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -76,7 +71,7 @@ class Listener:
         self._loop = home.loop
         self._on_connected = on_connected
         self._on_rejected = on_rejected
-        self.address = new_address(rank)
+        self.address = f"rrfp-shm-{rank}-{secrets.token_hex(16)}"
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         try:

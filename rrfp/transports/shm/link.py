@@ -246,7 +246,6 @@ class ShmLink:
             self._post(channel, HELLO, channel.value)
 
     def has(self, channel: Channel) -> bool:
-        """Whether the channel has a socket."""
         return channel in self._connections
 
     def _on_welcome(self, channel: Channel) -> None:

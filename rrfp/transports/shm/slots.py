@@ -131,7 +131,6 @@ class Slot:
         os.posix_fallocate(self.descriptor, 0, HEAD_BYTES + self.num_bytes)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor, if there is one."""
         if self._closing is not None:
             self._closing()
             self.descriptor = None
@@ -146,7 +145,6 @@ class Slot:
         self._state[0] = _LENT
 
     def free(self) -> None:
-        """Mark the slot as free."""
         self._state[0] = _FREE
 
     @property

@@ -70,7 +70,6 @@ def _call(function: Callable[[], None]) -> Exception | None:
 class TransportState:
     """State shared by a transport's connections."""
 
-    #: The loop.
     home: HomeLoop
     codec: Codec
     #: For large messages.

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from torch import Tensor
-
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
 from rrfp.plain import shown
@@ -121,7 +119,7 @@ class ShmTransport(LinkedTransport[ShmLink]):
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
         self._copier = Copier(home, f"rrfp-shm-copies-{context.rank}")
-        register = _not_pinned if context.copies is None else context.copies.register
+        register = (lambda memory: None) if context.copies is None else context.copies.register
         buffer = bytearray(BUFFER_BYTES)
         shared = TransportState(home, self._codec, self._copier, context.queue_bytes, buffer, register, self._make_room)
         self._links = {peer: ShmLink(peer, shared, self) for peer in context.peers}
@@ -186,7 +184,6 @@ class ShmTransport(LinkedTransport[ShmLink]):
         return [outlet.pool for link in self._links.values() for outlet in link.outlets.values()]
 
     def lend(self, peer: int, channel: Channel, sizes: Sequence[int]) -> SlotLoan | None:
-        """See `rrfp.transports.base.LendsMemory`."""
         link = None if self._closing or self._is_closed else self._links.get(peer)
         outlet = None if link is None else link.outlets.get(channel)
         return None if outlet is None else outlet.lend(sizes)
@@ -202,16 +199,10 @@ class ShmTransport(LinkedTransport[ShmLink]):
             self._trimming.cancel()
 
     def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
-        """See `ShmReceiver.on_message_lost`."""
         self._links[peer].on_message_lost(channel, num_bytes, slot)
 
     def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
-        """See `ShmReceiver.on_link_frame`."""
         self._links[peer].on_frame(channel, sealed)
-
-
-def _not_pinned(memory: Tensor) -> None:
-    """The rank computes on the CPU."""
 
 
 def address_key(context: TransportContext, rank: int) -> str:

@@ -54,7 +54,6 @@ class TensorHeader(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors of the message."""
         return self.message.num_bytes + sum(spec.num_bytes for spec in self.moved)
 
     def assemble(self, received: Sequence[Tensor]) -> Message:

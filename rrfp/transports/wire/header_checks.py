@@ -46,7 +46,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the dense tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -90,7 +89,6 @@ class HeaderChecks:
         return value
 
     def step(self, value: Any) -> StepId | None:
-        """The step, or None."""
         if value is None:
             return None
         number, mode, microbatches = self.array("step", value, 3)
@@ -101,7 +99,6 @@ class HeaderChecks:
         )
 
     def task(self, value: Any) -> Task | None:
-        """The task, or None."""
         if value is None:
             return None
         kind, microbatch, virtual_stage = self.array("task", value, 3)
@@ -129,7 +126,8 @@ class HeaderChecks:
         # Zeros count as one: an empty tensor's strides must not overflow either.
         if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > MAX_TENSOR_BYTES:
             self.fail(f"{field}.shape", f"is {shown(sizes)}, must stay below {MAX_TENSOR_BYTES} bytes")
-        if self.boolean(f"{field}.requires_grad", requires_grad) and not _differentiable(dtype):
+        is_differentiable = dtype.is_floating_point or dtype.is_complex
+        if self.boolean(f"{field}.requires_grad", requires_grad) and not is_differentiable:
             self.fail(f"{field}.requires_grad", f"is true, must be false for {name}")
         return TensorSpec(dtype, tuple(sizes), requires_grad)
 
@@ -176,7 +174,3 @@ _SCALARS = (type(None), bool, int, float, str, bytes, bytearray, memoryview)
 
 #: The scalars that are received.
 _COMMON = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

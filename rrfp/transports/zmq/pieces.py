@@ -40,7 +40,6 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
         return self.stop - self.start
 
 
@@ -97,7 +96,6 @@ class Assembly:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
         return self._announcement.num_bytes
 
     @property

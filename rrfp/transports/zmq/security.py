@@ -52,7 +52,6 @@ class Published(NamedTuple):
     voucher: bytes = b""
 
     def pack(self) -> bytes:
-        """As bytes."""
         fields = [self.endpoint, self.data_endpoint, self.key.hex(), self.voucher.hex()]
         return " ".join(field or "-" for field in fields).removesuffix(" - - -").encode()
 
@@ -70,7 +69,6 @@ class Published(NamedTuple):
 
     @property
     def is_tcp(self) -> bool:
-        """Whether it listens on tcp."""
         return self.endpoint.startswith("tcp://")
 
 
@@ -138,7 +136,6 @@ class Security:
         return _VOUCHER, context.run_id, context.restart, rank, *fields
 
     def check(self, peer: int, value: bytes) -> Published:
-        """What ``peer`` published."""
         try:
             published = Published.unpack(value)
         except ValueError as error:

@@ -23,7 +23,7 @@ from rrfp.log import get_logger
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.links.flow import Credits, HomeLoop, Window, apply_credit
 from rrfp.transports.links.linked import LinkedTransport
-from rrfp.transports.rendezvous import publish_in_time
+from rrfp.transports.rendezvous import by_peer, publish_in_time
 from rrfp.transports.wire.codec import Codec, Sealed
 from rrfp.transports.zmq.endpoint import IPC, choose_address
 from rrfp.transports.zmq.gate import Gate
@@ -186,12 +186,7 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
         security.admit_passwords(self._gate)
         endpoints = self._listen(address, security)
         await publish_in_time(context, endpoint_key(context, context.rank), security.publish(endpoints))
-        looks = [asyncio.create_task(self._look_up(peer, security, deadline_s)) for peer in context.peers]
-        try:
-            published = dict(zip(context.peers, await asyncio.gather(*looks), strict=True))
-        finally:
-            for look in looks:
-                look.cancel()  # those that are left behind an error
+        published = await by_peer(context.peers, lambda peer: self._look_up(peer, security, deadline_s))
         self._check_open()
         self._gate.close_list()
         for peer, each in published.items():
@@ -241,11 +236,9 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
             self._zmq.destroy(linger=0)  # returns at once, as every socket is closed and drops its queue
 
     def on_link_frame(self, route: Route, sealed: Sealed) -> None:
-        """See `ZmqReceiver.on_link_frame`."""
         self._links[route.peer].on_frame(route, sealed)
 
     def on_disconnected(self, peer: int, channel: Channel) -> None:
-        """See `ZmqReceiver.on_disconnected`."""
         self._links[peer].on_disconnected(channel)
 
 

@@ -33,7 +33,7 @@ from rrfp.pipeline.options import complete
 from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import peers
 from rrfp.runtime.stage_runner import StageRunner
-from rrfp.runtime.steps.plan import Plan, StepPlanner, StepRequest
+from rrfp.runtime.steps.plan import StepPlan, StepPlanner, StepRequest
 from rrfp.testing.clock import TimerLane, run_virtual
 from rrfp.trace.spans import WaitSpan
 from rrfp.transports.base import TransportContext
@@ -125,7 +125,7 @@ class _Planner(StepPlanner):
 
     skipped: tuple[Skipped, ...] = ()
 
-    def plan(self, request: StepRequest, *numbers: Any, **further: Any) -> Plan:
+    def plan(self, request: StepRequest, *numbers: Any, **further: Any) -> StepPlan:
         """As a caller's step with these visits would be planned."""
         planned = super().plan(request, *numbers, **further)
         return replace(planned, visits=Visits(planned.step.microbatches, self.skipped))
