@@ -1,7 +1,7 @@
 """Replicas of which one has a slow rank: each runs its own microbatches, or they share them.
 
-    python benchmarks/replicas/run.py [--rounds N] [--pace 1] [--quick] [--json]
-    python benchmarks/replicas/run.py --simulate [--quick] [--json]
+    python benchmarks/replicas/run.py [--rounds N] [--pace 1] [--quick] [--json [FILE]]
+    python benchmarks/replicas/run.py --simulate [--quick] [--json [FILE]]
 
 F 10 and B 20 ms, a whole backward, 4 PP microbatches a replica, the default hint, limit 2n. The rank of stage PP / 2 of
 replica 0 is 1 (equal), 1.5, 2 and 4 times as slow; with --simulate also that of stage 0 of replica 1 ("slow": 2). All
@@ -26,7 +26,6 @@ and not to be compared with these ratios.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -40,7 +39,7 @@ from rich.table import Table
 from benchmarks.replicas.settings import INPUT_BYTES, METHODS, REAL, Layout, Settings, seconds_of, table_of
 from benchmarks.replicas.simulated import Case, claimed_seconds, rows
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.options import parsed, parser_of, report, text_of
 from benchmarks.shared.workers import run_workers
 from rrfp.runtime.steps.deal import ReplicaPace, dealt
 
@@ -100,7 +99,7 @@ def _simulated(layout: Layout, method: str, factor: float) -> float:
 
 def main() -> None:
     """Measure, or simulate, and print."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, json_file=True)
     parser.add_argument("--simulate", action="store_true", help="by the engine")
     parser.add_argument("--pace", type=float, default=1.0, help="how much longer tasks are")
     parser.add_argument("--rounds", type=int, default=8, help="measured steps of each method and factor, at least 1")
@@ -113,14 +112,19 @@ def main() -> None:
         found = list(measure(Settings(Layout(2, 2), (1.0, 4.0), 1, arguments.pace)))
     else:
         found = [row for each in REAL for row in measure(Settings(each, rounds=arguments.rounds, pace=arguments.pace))]
-    if arguments.json:
-        print(json.dumps({"rows": list(map(asdict, found)), "other_load": load.share()}))
-        return
-    table = Table(*asdict(found[0]))
-    for row in found:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    console.print(table)
-    print(load.sentence())
+
+    def tables() -> None:
+        table = Table(*asdict(found[0]))
+        for row in found:
+            cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values())
+            table.add_row(*cells)
+        console.print(table)
+        print(load.sentence())
+
+    document: dict[str, Any] = {"rows": list(map(asdict, found))}
+    if not arguments.simulate:
+        document["other_load"] = load.share()
+    report(arguments.json, document, tables, text_of)
 
 
 if __name__ == "__main__":

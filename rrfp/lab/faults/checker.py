@@ -139,10 +139,11 @@ _REFUSED = frozenset({Ending.REFUSED})
 _STALLED = frozenset({Ending.STALLED})
 
 #: How a run with only this fault may end. Which of two it is, the rules below say for each run:
-#: - lose: refused if a later message of the channel and step arrives, stalled if none does;
-#: - swap, delay of the message itself: refused if a later one of the channel and step overtakes it, else harmless;
+#: - lose order: refused if a later message of the log and step arrives, stalled if none does;
+#: - swap, delay of an order itself: refused if a later one of the log and step overtakes it, else harmless;
 #: - death: aborted, unless every stage had finished.
-#: Credits and a follower's reports name their task and are in no order: swapped or late ones are harmless. Of the bytes
+#: Activations, gradients, credits and a follower's reports name their task and are in no order: swapped or late ones
+#: are harmless here, and transports refuse those that their sequence numbers show. Of the bytes
 #: that a follower reports, the leader waits for those of a forward of a new signature; without others it counts too
 #: little, and transports lose nothing.
 #: The log and the rounds of an agreement are in order, and come to a stand at what is missing.
@@ -150,7 +151,7 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "spike": _FINISHED,
     "pause": _FINISHED,
     "death": frozenset({Ending.ABORTED, Ending.FINISHED}),
-    "lose": _REFUSED | _STALLED,
+    "lose": _STALLED,
     "lose credit": _STALLED,
     "lose order": _REFUSED | _STALLED,
     "lose report": _STALLED,
@@ -164,14 +165,14 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "duplicate bytes": _REFUSED | _FINISHED,
     "duplicate proposal": _REFUSED,
     "duplicate outcome": _REFUSED,
-    "swap": _REFUSED | _FINISHED,
+    "swap": _FINISHED,
     "swap credit": _FINISHED,
     "swap order": _REFUSED | _FINISHED,
     "swap report": _FINISHED,
     "swap bytes": _FINISHED,
     "swap proposal": _FINISHED,
     "swap outcome": _REFUSED | _FINISHED,
-    "delay": _REFUSED | _FINISHED,
+    "delay": _FINISHED,
     "delay credit": _FINISHED,
     "delay order": _REFUSED | _FINISHED,
     "delay report": _FINISHED,
