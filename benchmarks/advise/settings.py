@@ -26,6 +26,8 @@ class Job:
     split: bool = False
     #: Steps that are joined to one.
     joins: int = 1
+    #: A schedule, in place of hint and limit.
+    strict: str | None = None
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -41,6 +43,16 @@ JOBS = (
     Job("split", split=True),
     Job("twice as many microbatches", joins=2),
 )
+
+#: Rows of `rrfp demo`, on one chunk a stage, as what is predicted from the first one's trace.
+DEMO = {
+    "bf": Job("as recorded", hint="bf", limit="2n"),
+    "b-priority": Job("hint b-priority", hint="b-priority", limit="2n"),
+    "1f1b": Job("strict 1f1b", strict="1f1b"),
+    "bfw": Job("split, hint bfw", hint="bfw", limit="2n", split=True),
+    "slot-aware": Job("split, default hint", limit="2n", split=True),
+    "zb-h1": Job("split, strict zb-h1", strict="zb-h1", split=True),
+}
 
 
 @dataclass(frozen=True, slots=True)

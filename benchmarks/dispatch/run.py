@@ -1,6 +1,6 @@
 """What dispatching costs, from a decision to the start of a task. Takes about a minute.
 
-    python benchmarks/dispatch/run.py [--quick] [--json]
+    python benchmarks/dispatch/run.py [--quick] [--json [FILE]]
 
 decisions: time of one decision and of taking it in (`core.decide`, `core.apply(Enqueued)`), by hint, with so many ready
 tasks. "1f1b" is that schedule used as a hint.
@@ -24,7 +24,6 @@ Columns p50, p90 and p99 are quantiles. `--quick` only shows that everything run
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -36,7 +35,7 @@ from benchmarks.dispatch.decisions import EngineSpeed, time_decisions, time_engi
 from benchmarks.dispatch.outputs import CASES, WatchCost, time_watch
 from benchmarks.shared.figures import Aim, Spread, aims_table, table_of, us
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.options import parsed, parser_of, report, text_of
 
 HINTS = ("bf", "b-priority", "1f1b")
 READY = (4, 64, 1024)
@@ -98,7 +97,7 @@ def aims_of(samples: Samples, engine: Sequence[EngineSpeed], watching: Sequence[
 
 def main() -> None:
     """Measure and print."""
-    parser = parser_of("What dispatching costs.")
+    parser = parser_of("What dispatching costs.", json_file=True)
     arguments = parsed(parser)
     size = QUICK if arguments.quick else Size()
 
@@ -108,19 +107,20 @@ def main() -> None:
     engine = [time_engine(stages, size.engine_microbatches, size.engine_repeats) for stages in ENGINE_STAGES]
     watching = [time_watch(case, size.watched_rounds, size.watched_microbatches) for case in CASES]
     spreads, aims = arrivals.spreads_of(samples), aims_of(samples, engine, watching)
-    if arguments.json:
-        plain = {
-            "decisions": [{"hint": h, "ready": n, **asdict(spread)} for (h, n), spread in decisions.items()],
-            "arrivals": {name: asdict(spread) for name, spread in spreads.items()},
-            "outputs": [asdict(cost) for cost in watching],
-            "engine": [asdict(speed) for speed in engine],
-            "aims": [aim.to_json() for aim in aims],
-            "other_load": load.share(),
-        }
-        print(json.dumps(plain))
-        return
-    print_tables(decisions, spreads, watching, engine, aims)
-    print(load.sentence())
+    document = {
+        "decisions": [{"hint": h, "ready": n, **asdict(spread)} for (h, n), spread in decisions.items()],
+        "arrivals": {name: asdict(spread) for name, spread in spreads.items()},
+        "outputs": [asdict(cost) for cost in watching],
+        "engine": [asdict(speed) for speed in engine],
+        "aims": [aim.to_json() for aim in aims],
+        "other_load": load.share(),
+    }
+
+    def tables() -> None:
+        print_tables(decisions, spreads, watching, engine, aims)
+        print(load.sentence())
+
+    report(arguments.json, document, tables, text_of)
 
 
 def print_tables(

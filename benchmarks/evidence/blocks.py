@@ -1,12 +1,24 @@
-"""The tables of the page about evidence, from result files that commands have written and people committed."""
+"""The tables of the pages, from result files that commands have written and people committed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.peers import cells, finished, missed, twice
+from benchmarks.evidence.results import (
+    MARK,
+    MECHANISMS,
+    NOTHING,
+    PAPER,
+    PARITY,
+    PEERS,
+    PEERS_FULL,
+    block,
+    markdown,
+    read,
+)
 from benchmarks.mechanisms.settings import BF, BFW, BLOCKING, WORST
 from benchmarks.paper.claims import (
     BOTTLENECK,
@@ -26,61 +38,15 @@ from benchmarks.paper.claims import (
 )
 from benchmarks.parity.settings import ONE_PROCESS
 
-PAPER = "benchmarks/paper/results.json"
-PARITY = "benchmarks/parity/results.json"
-MECHANISMS = "benchmarks/mechanisms/results.json"
-PEERS = "benchmarks/peers/results/headline.json"
-
-#: What writes each result file.
-COMMANDS = {
-    PAPER: f"python benchmarks/paper/run.py --json {PAPER}",
-    PARITY: f'make parity ARGS="--full --results {PARITY} --picture docs/parity.png"',
-    MECHANISMS: f"python benchmarks/mechanisms/run.py --json {MECHANISMS}",
-    PEERS: f'make peers ARGS="--headline --json {PEERS}"',
-}
-NOTHING = "-"
-#: Marks what has no undisturbed step.
-MARK = "†"
-
-_PEERS_SHOWN = ("torch 1F1B", "torch ZBV", "Megatron 1F1B", "DeepSpeed 1F1B")
-
-
-def _read(root: Path, name: str) -> Any:
-    """A result file, or None."""
-    path = root / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _block(name: str, table: Callable[[Any], Iterable[str]]) -> Callable[[Path], str]:
-    """A block that needs one result file."""
-
-    def made(root: Path) -> str:
-        document = _read(root, name)
-        if document is None:
-            return f"`{name}` is missing: `{COMMANDS[name]}` writes it."
-        return "\n".join(table(document))
-
-    return made
-
-
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield _line(columns)
-    yield "|" + "---|" * len(columns)
-    yield from map(_line, rows)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
 
 def _simulated(name: str) -> Callable[[Path], str]:
     """A table of benchmarks/paper as it is."""
 
     def table(document: Any) -> Iterator[str]:
         found = document["tables"][name]
-        yield from _markdown(found["columns"], found["rows"])
+        yield from markdown(found["columns"], found["rows"])
 
-    return _block(PAPER, table)
+    return block(PAPER, table)
 
 
 # The claims, one line each.
@@ -88,7 +54,7 @@ def _simulated(name: str) -> Callable[[Path], str]:
 
 def _claims(root: Path) -> str:
     """What the paper claims, what the simulator says, and what real processes did."""
-    paper, parity, mechanisms, peers = (_read(root, name) for name in (PAPER, PARITY, MECHANISMS, PEERS))
+    paper, parity, mechanisms, peers = (read(root, name) for name in (PAPER, PARITY, MECHANISMS, PEERS))
     rows = [
         *_speedups(paper, mechanisms),
         _external(peers),
@@ -101,7 +67,7 @@ def _claims(root: Path) -> str:
         _scaling(paper),
         _losses(parity),
     ]
-    return "\n".join(_markdown(("claim", "paper", "simulated", "real processes"), rows))
+    return "\n".join(markdown(("claim", "paper", "simulated", "real processes"), rows))
 
 
 def _speedups(paper: Any, mechanisms: Any) -> Iterator[tuple[str, ...]]:
@@ -161,8 +127,10 @@ def _coordination(paper: Any, mechanisms: Any) -> tuple[str, ...]:
     data = paper["tables"]["table-3"]["data"] if paper else ()
     shares = {row["method"]: row["ours"][3] for row in data if row["tp"] == 2}
     ours = f"{shares['BF, agreement']:.2%}, by a leader {shares['BF, leader']:.2%}" if shares else NOTHING
-    found = {row["method"]: row["share"] for row in mechanisms["tp"]} if mechanisms else {}
-    real = f"{found['agreement']:.2%}, by a leader {found['leader, depth 2']:.2%}" if found else NOTHING
+    found = {(row["cell"], row["method"]): row["share"] for row in mechanisms["tp"]} if mechanisms else {}
+    cells = dict.fromkeys(cell for cell, _ in found)
+    each = (f"{found[c, 'agreement']:.2%}, by a leader {found[c, 'leader, depth 2']:.2%} ({c})" for c in cells)
+    real = "; ".join(each) or NOTHING
     paper_share = TABLE_3[2][1].coordination / TABLE_3[2][1].iteration
     return "coordination at TP 2, share of a step", f"{paper_share:.2%}", ours, real
 
@@ -218,50 +186,6 @@ def _losses(parity: Any) -> tuple[str, ...]:
 # Tables of real processes.
 
 
-def _peers(document: Any) -> Iterator[str]:
-    cells = document["cells"]
-    keys = dict.fromkeys((cell["stages"], cell["profile"], cell["jitter"]) for cell in cells)
-    for key in keys:
-        own = [cell for cell in cells if (cell["stages"], cell["profile"], cell["jitter"]) == key]
-        peers = [name for name in _PEERS_SHOWN if any(cell["method"] == name for cell in own)]
-        columns = ("/ bound [95%]", "order alone", *(f"/ {name} (orders)" for name in peers))
-        yield f"PP {key[0]}, {key[1]}, {key[2]}:"
-        yield ""
-        head = ("method", *columns, "held (sum)", "MiB (sum)", "CPU ms a task", "steps")
-        yield from _markdown(head, (_peer_row(cell, peers) for cell in own))
-        yield ""
-
-
-def _peer_row(cell: Any, peers: Sequence[str]) -> tuple[str, ...]:
-    over = [cell["over"].get(name) for name in peers]
-    return (
-        cell["method"] + (f" {MARK}" if cell["disturbed"] else ""),
-        f"{cell['over_bound']:.3f} [{cell['low']:.3f}-{cell['high']:.3f}]",
-        f"{cell['engine_over_bound']:.3f}",
-        *(f"{each['value']:.3f} ({each['engine']:.3f})" if each else NOTHING for each in over),
-        f"{cell['held_microbatches']:g} ({cell['held_microbatches_sum']:g})",
-        f"{cell['held_bytes'] / 2**20:,.0f} ({cell['held_bytes_sum'] / 2**20:,.0f})",
-        f"{cell['cpu_ms_task']:.2f}",
-        str(cell["steps"]),
-    )
-
-
-def less_time(root: Path, method: str, peer: str, profile: str) -> str | None:
-    """By how much less time a step takes than a peer's, over the cells of a profile; None without results."""
-    document = _read(root, PEERS)
-    if document is None:
-        return None
-    found = [
-        cell["over"][peer]["value"]
-        for cell in document["cells"]
-        if cell["method"] == method and cell["profile"] == profile
-    ]
-    if not found:
-        raise KeyError(f"{PEERS} has no cell of {method}, {profile}")
-    low, high = (round(100 * (1 - ratio)) for ratio in (max(found), min(found)))
-    return f"{low}%" if low == high else f"{low} to {high}%"
-
-
 def _mechanisms(document: Any) -> Iterator[str]:
     rows = document["rows"]
     for cell in dict.fromkeys(row["cell"] for row in rows):
@@ -271,15 +195,15 @@ def _mechanisms(document: Any) -> Iterator[str]:
             "mechanism",
             "method",
             "beside",
-            "/ bound",
+            "/ bound [95%]",
             "engine",
-            "/ beside",
+            "/ beside [95%]",
             "engine",
             "paper",
             "held (sum)",
             "rounds",
         )
-        yield from _markdown(head, (_mechanism_row(row) for row in rows if row["cell"] == cell))
+        yield from markdown(head, (_mechanism_row(row) for row in rows if row["cell"] == cell))
         yield ""
 
 
@@ -288,9 +212,9 @@ def _mechanism_row(row: Any) -> tuple[str, ...]:
         row["mechanism"].split(":")[0],
         row["method"] + (f" {MARK}" if row["is_disturbed"] else ""),
         row["base"],
-        f"{row['per_bound']:.3f} [{row['least']:.3f}-{row['most']:.3f}]",
+        _measured(row, "per_bound"),
         f"{row['simulated_per_bound']:.3f}",
-        f"{row['ratio']:.3f}",
+        _measured(row, "ratio"),
         f"{row['simulated']:.3f}",
         NOTHING if row["paper"] is None else f"{row['paper']:.3f}",
         f"{row['held'][0]:g} ({row['held'][1]:g})",
@@ -298,14 +222,27 @@ def _mechanism_row(row: Any) -> tuple[str, ...]:
     )
 
 
+def _measured(row: Any, name: str) -> str:
+    interval = row.get(f"{name}_interval")
+    return f"{row[name]:.3f}" + (f" [{interval[0]:.3f}-{interval[1]:.3f}]" if interval else "")
+
+
 def _groups(document: Any) -> Iterator[str]:
-    head = ("ranks of two a stage", "/ leader, depth 2", "engine", "coordination", "engine", "paper", "messages a task")
-    yield from _markdown(
+    head = (
+        "ranks of two a stage",
+        "/ leader, depth 2 [95%]",
+        "engine",
+        "coordination",
+        "engine",
+        "paper",
+        "messages a task",
+    )
+    yield from markdown(
         head,
         (
             (
                 f"{row['cell']}: {row['method']}",
-                f"{row['ratio']:.3f}",
+                _measured(row, "ratio"),
                 f"{row['simulated']:.3f}",
                 f"{row['share']:.2%}",
                 f"{row['simulated_share']:.2%}",
@@ -330,7 +267,7 @@ def _messages(document: Any) -> Iterator[str]:
         )
         for row in document["messages"]
     )
-    yield from _markdown(head, (theirs, *ours))
+    yield from markdown(head, (theirs, *ours))
 
 
 def _engine_only(document: Any) -> Iterator[str]:
@@ -339,12 +276,12 @@ def _engine_only(document: Any) -> Iterator[str]:
     found = {(row["method"], row["base"], row["cell"]): row["ratio"] for row in rows}
     pairs = dict.fromkeys(key[:2] for key in found)
     body = ((method, base, *(f"{found[method, base, cell]:.3f}" for cell in cells)) for method, base in pairs)
-    yield from _markdown(("method", "beside", *cells), body)
+    yield from markdown(("method", "beside", *cells), body)
 
 
 def _parity(document: Any) -> Iterator[str]:
     head = ("model, seed", "method", "last evaluation", "sha256", "largest", "evaluated", "of seeds")
-    yield from _markdown(head, map(_parity_row, document["rows"]))
+    yield from markdown(head, map(_parity_row, document["rows"]))
 
 
 def _parity_row(row: Any) -> tuple[str, ...]:
@@ -381,10 +318,13 @@ BLOCKS: Mapping[str, Callable[[Path], str]] = {
             "statistics",
         )
     },
-    "peers": _block(PEERS, _peers),
-    "mechanisms": _block(MECHANISMS, _mechanisms),
-    "mechanisms-tp": _block(MECHANISMS, _groups),
-    "messages": _block(MECHANISMS, _messages),
-    "mechanisms-simulated": _block(MECHANISMS, _engine_only),
-    "parity": _block(PARITY, _parity),
+    "peers": block(PEERS, cells),
+    "peers-missed": missed,
+    "peers-twice": twice,
+    "peers-full": block(PEERS_FULL, finished),
+    "mechanisms": block(MECHANISMS, _mechanisms),
+    "mechanisms-tp": block(MECHANISMS, _groups),
+    "messages": block(MECHANISMS, _messages),
+    "mechanisms-simulated": block(MECHANISMS, _engine_only),
+    "parity": block(PARITY, _parity),
 }

@@ -3,10 +3,9 @@
     python -m benchmarks.evidence.page [--check]
 
 A block, `<!-- figures: NAME -->` to `<!-- end -->`, is a table of `benchmarks/evidence/blocks.py`. A figure in a
-sentence, `<!--= less METHOD | PEER | PROFILE -->` to `<!--/-->`, comes from the comparison with other systems
-(benchmarks/peers): by how much less time a step takes, over all cells of the profile. Without its result file a block
-says that it is missing, and a sentence stays as it is. `--check` writes nothing and ends with exit code 1 where a page
-differs.
+sentence, `<!--= NAME ARGUMENT; ... -->` to `<!--/-->`, is one of `benchmarks/evidence/sentences.py`. Without its result
+file a block says that it is missing, and a sentence stays as it is. `--check` writes nothing and ends with exit code 1
+where a page differs.
 """
 
 from __future__ import annotations
@@ -17,27 +16,30 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.evidence.blocks import BLOCKS, less_time
+from benchmarks.evidence.blocks import BLOCKS
+from benchmarks.evidence.sentences import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Those with figures.
-PAGES = tuple(ROOT / "docs" / name for name in ("evidence.md", "when.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("evidence.md", "measurements.md", "when.md"))
 
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_FIGURE = re.compile(r"(<!--= less (?P<method>[^|]+) \| (?P<peer>[^|]+) \| (?P<profile>\w+) -->)(?P<old>.*?)(<!--/-->)")
+#: No bar parts the arguments: it would part the cells of a table.
+_FIGURE = re.compile(r"(<!--= (?P<name>\w+)(?: (?P<arguments>[^|]+?))? -->)(?P<old>.*?)(<!--/-->)")
 
 
 def filled(text: str, root: Path = ROOT) -> str:
     """``text`` with the figures of the result files under ``root``.
 
     Raises:
-        KeyError: if it names a block, method or profile that is not there.
+        KeyError: if it names a block, a figure or what it is about, and that is not there.
     """
     text = _BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found['name']](root)}\n\n{found[3]}", text)
 
     def figure(found: re.Match[str]) -> str:
-        value = less_time(root, found["method"], found["peer"], found["profile"])
-        return found[1] + (found["old"] if value is None else value) + found[6]
+        arguments = found["arguments"].split("; ") if found["arguments"] else ()
+        value = FIGURES[found["name"]](root, *arguments)
+        return found[1] + (found["old"] if value is None else value) + found[5]
 
     return _FIGURE.sub(figure, text)
 

@@ -1,7 +1,7 @@
 """Every hint within every limit, simulated, beside a lower bound for the same memory. Under five minutes on two cores.
 
     python benchmarks/hints/run.py [--profile mllm] [--seeds 5] [--latency none] [--size-error 0]
-                               [--unsplit] [--jobs J] [--csv FILE] [--png FILE] [--quick] [--json]
+                               [--unsplit] [--jobs J] [--csv FILE] [--png FILE] [--quick] [--json [FILE]]
 
 Backward is split, unless --unsplit is given. Microbatches: 64. A hint may hold, on stage i of N: N - i microbatches
 (limit 1f1b), N, or 2N. Beside them the schedules 1f1b and zb-h1, run strictly with eager sends; their own order holds
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from benchmarks.hints.plot import plot
 from benchmarks.hints.runs import HINTS, Case, Row, run_cases
 from benchmarks.hints.tables import tables
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.options import parsed, parser_of, report, text_of
 from rrfp.costs import JITTER_LEVELS, PROFILES
 from rrfp.errors import ConfigError
 from rrfp.lab.sweep.pool import usable_cores
@@ -94,7 +93,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def arguments_of() -> argparse.Namespace:
     """The command line."""
-    parser = parser_of("Every hint within every limit, beside a lower bound.")
+    parser = parser_of("Every hint within every limit, beside a lower bound.", json_file=True)
     parser.add_argument(
         "--profile", choices=list(PROFILES), action="append", help="instead of llm and mllm; may be repeated"
     )
@@ -127,14 +126,16 @@ def main() -> None:
         write_csv(rows, arguments.csv)
     if arguments.png:
         plot(figures, arguments.png)
-    if arguments.json:
-        print(json.dumps({"cells": plain(figures), "runs": len(rows), "seconds": took, "other_load": load.share()}))
-        return
-    console = Console(width=max(Console().width, 170))
-    for table in tables(figures):
-        console.print(table)
-    print(f"{len(rows)} runs, {took:.0f} s on {arguments.jobs} processes")
-    print(load.sentence())
+    document = {"cells": plain(figures), "runs": len(rows), "seconds": took, "other_load": load.share()}
+
+    def print_tables() -> None:
+        console = Console(width=max(Console().width, 170))
+        for table in tables(figures):
+            console.print(table)
+        print(f"{len(rows)} runs, {took:.0f} s on {arguments.jobs} processes")
+        print(load.sentence())
+
+    report(arguments.json, document, print_tables, text_of)
 
 
 if __name__ == "__main__":

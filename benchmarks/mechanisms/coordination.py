@@ -24,7 +24,8 @@ from rrfp.lab.generators.rank_latency import RankLatencies
 from rrfp.model.tasks import Kind, Task
 
 TP = 2
-#: The paper's share of coordination at TP 2, in which every task needs an all-gather.
+#: The paper's share of coordination at TP 2 on `PAPER_PROFILE`'s workload, in which every task needs an all-gather.
+PAPER_PROFILE = "mllm"
 PAPER_SHARE = TABLE_3[TP][1].coordination / TABLE_3[TP][1].iteration
 
 _WAYS: dict[str, Coordination] = {
@@ -43,6 +44,7 @@ class Coordinated:
         cell: where.
         method: the way.
         ratio: its step over the leader's at depth 2, median.
+        ratio_interval: 95% of that, see `median_interval`.
         share: mean part of a step lost to coordination.
         messages: between the ranks of a group, a task.
         simulated: as ``ratio``, in the engine with the same tables and delays.
@@ -53,6 +55,7 @@ class Coordinated:
     cell: Cell
     method: str
     ratio: float
+    ratio_interval: tuple[float, float]
     share: float
     messages: float
     simulated: float
@@ -74,11 +77,12 @@ def measured(settings: Settings) -> Iterator[Coordinated]:
             Cell(settings.stages, settings.profile, settings.jitter),
             name,
             one.iteration,
+            one.iteration_interval,
             one.coordination,
             one.messages_per_task,
             fmean(ratios),
             fmean(each.coordination_share for each in planned[name]),
-            PAPER_SHARE if name == "agreement" else None,
+            PAPER_SHARE if (name, settings.profile) == ("agreement", PAPER_PROFILE) else None,
         )
 
 

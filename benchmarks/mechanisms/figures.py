@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.mechanisms.settings import BLOCKING, LATE_BLOCKING, MECHANISMS, METHODS, Settings, paper_ratio
 from benchmarks.shared.comparison import Cell, Turn
+from benchmarks.shared.figures import median_interval
 from benchmarks.shared.step_figures import Figures, Judged
 from benchmarks.shared.steps import Step
 from rrfp.engine.bound import lower_bound
@@ -32,11 +33,11 @@ class Row:
         base: the other one.
         seconds: of a step, median of the rounds that are used.
         per_bound: over the lower bound.
-        least: of ``per_bound``.
-        most: of ``per_bound``.
+        per_bound_interval: 95% of that, see `median_interval`.
         simulated_per_bound: what the engine says of the same tables, where messages take no time but what is late.
         held: the most microbatches on a stage, and the sum over all stages.
         ratio: over the base in the same rounds, median.
+        ratio_interval: 95% of that.
         simulated: the same in the engine.
         paper: the paper's, where it has one.
         rounds: of the ratio.
@@ -49,11 +50,11 @@ class Row:
     base: str
     seconds: float
     per_bound: float
-    least: float
-    most: float
+    per_bound_interval: tuple[float, float]
     simulated_per_bound: float
     held: tuple[float, float]
     ratio: float
+    ratio_interval: tuple[float, float]
     simulated: float
     paper: float | None
     rounds: int
@@ -95,6 +96,7 @@ def _row(
     quiet = [n for n in common if not mine[n].step.is_disturbed and not theirs[n].step.is_disturbed]
     used = quiet or common
     per_bound = [mine[n].step.seconds / mine[n].reference_bound for n in used]
+    ratios = [mine[n].step.seconds / theirs[n].step.seconds for n in used]
     planned = {n: engine_s(settings, Turn(cell, n, method)) for n in used}
     held = Figures.of(list(mine.values()), {}).held
     return Row(
@@ -104,11 +106,11 @@ def _row(
         base,
         seconds=median(mine[n].step.seconds for n in used),
         per_bound=median(per_bound),
-        least=min(per_bound),
-        most=max(per_bound),
+        per_bound_interval=median_interval(per_bound),
         simulated_per_bound=median(planned[n] / mine[n].reference_bound for n in used),
         held=(max(held), sum(held)),
-        ratio=median(mine[n].step.seconds / theirs[n].step.seconds for n in used),
+        ratio=median(ratios),
+        ratio_interval=median_interval(ratios),
         simulated=median(planned[n] / engine_s(settings, Turn(cell, n, base)) for n in used),
         paper=paper_ratio(method, base, cell.profile),
         rounds=len(used),

@@ -90,6 +90,7 @@ def document_of(results: Results, aims: Sequence[CellAim]) -> dict[str, Any]:
 def _cell(cell: Cell, method: str, one: Figures) -> dict[str, Any]:
     """The row of `run`'s documentation."""
     low, high = one.per_bound_interval
+    over_low, over_high = one.overhead_interval
     numbers = {
         "ms": 1e3 * one.seconds,
         "over_bound": one.per_bound,
@@ -98,6 +99,8 @@ def _cell(cell: Cell, method: str, one: Figures) -> dict[str, Any]:
         "engine_over_bound": one.alone_per_bound,
         "over_engine": one.per_alone,
         "over_executed_order": 1 + one.overhead.total,
+        "over_executed_low": 1 + over_low,
+        "over_executed_high": 1 + over_high,
         "held_microbatches": max(one.held),
         "held_microbatches_sum": sum(one.held),
         "held_bytes": max(one.held_bytes),

@@ -1,7 +1,7 @@
 """RRFP beside torch's, Megatron-core's and DeepSpeed's pipeline schedules on the same emulated stages.
 
     python benchmarks/peers/run.py [--headline | --full | --quick] [--stages 4 8] [--profile llm mllm] [--jitter J0 J3]
-        [--methods NAME ...] [--rounds N] [--raw FOLDER] [--resume] [--json [FILE]]
+        [--methods NAME ...] [--rounds N] [--raw FOLDER] [--resume] [--minutes N] [--json [FILE]]
 
 `make peers ARGS=--headline` does the same, and makes DeepSpeed's environment first (`make peers-site`, a folder of
 pinned packages without CUDA); megatron-core is one of the project's own. Without that folder DeepSpeed is left out.
@@ -14,10 +14,13 @@ jitter, J3 with the most. M is 32. DeepSpeed neither reduces gradients nor steps
 zero-bubble's repository is left out: it defers weight gradients in a CUDA kernel alone (fused_weight_gradient_mlp_cuda)
 and measures memory on CUDA devices, so it does not run on a CPU; torch's ZBV is the schedule of its paper.
 
---headline, the default, takes 13 minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 4 and
-8, also zipf and moe, and all methods, about an hour and a half; after an interruption it goes on, and called again it
-measures once more what lacks undisturbed steps; the others do so with --resume. The other options choose parts; an
-unknown name prints all methods.
+--headline, the default, takes 13 minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 8 and
+4, also zipf and moe, and all methods, about an hour and a half; after an interruption it goes on, and called again it
+measures once more what lacks undisturbed steps; the others do so with --resume and --minutes. The other options choose
+parts; an unknown name prints all methods.
+
+--minutes N: begins no round after N minutes; the rounds so far are kept, and the next call goes on. It reports once no
+cell lacks steps. --minutes 0 measures nothing, and reports the cells that lack none: minutes of computation for --full.
 ``sizes`` are left out on llm, where all microbatches are alike.
 
 RRFP's methods have the default hint and a split backward, with the limit that their names give; "whole" is not split.
@@ -46,9 +49,10 @@ which sends as many messages a task (CPU: 1F1B for a whole backward, else ZBV).
 
 --json FILE: "cells" has one row for each method of a cell: profile, jitter, stages, method, steps (used), discarded,
 disturbed (all were), ms, over_bound with low and high, engine_over_bound (the order alone), over_engine (measured over
-the order alone), over_executed_order, held_microbatches and held_bytes (worst stage; _sum over all), cpu_ms_task,
-begin_ms, end_ms, and "over": for each peer value, low, high, engine (the orders alone). Raw data, all tasks of all
-steps, lie in out/peers/ or in --raw. The committed file is benchmarks/peers/results/headline.json.
+the order alone), over_executed_order with over_executed_low and _high, held_microbatches and held_bytes (worst stage;
+_sum over all), cpu_ms_task, begin_ms, end_ms, and "over": for each peer value, low, high, engine (the orders alone).
+"settings" has when it began, and how many cells were asked for. Raw data, all tasks of all steps, lie in out/peers/ or
+in --raw. The committed files are in benchmarks/peers/results.
 
 `--quick` only shows that everything runs: its figures mean nothing.
 """
@@ -56,9 +60,12 @@ steps, lie in out/peers/ or in --raw. The committed file is benchmarks/peers/res
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +75,7 @@ from benchmarks.peers.aims import aims_of
 from benchmarks.peers.raw import RawSteps
 from benchmarks.peers.report import document_of, print_report, text_of
 from benchmarks.peers.settings import FULL_METHODS, HEADLINE_METHODS, METHODS, Settings
-from benchmarks.shared.comparison import JITTERS, NUM_BYTES, Cell
+from benchmarks.shared.comparison import JITTERS, NUM_BYTES, Cell, Turn
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import check_comparison, parser_of, report
 from benchmarks.shared.runs import steps_measured
@@ -81,6 +88,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "out" / "peers-site"
 
 
+class _OverTimeError(Exception):
+    """The minutes of a run are over."""
+
+
 class Scope(NamedTuple):
     """What is measured where the command line says nothing else."""
 
@@ -91,7 +102,7 @@ class Scope(NamedTuple):
 
 SCOPES = {
     "headline": Scope((8,), ("llm", "mllm"), HEADLINE_METHODS),
-    "full": Scope((4, 8), ("llm", "mllm", "zipf", "moe"), FULL_METHODS),
+    "full": Scope((8, 4), ("llm", "mllm", "zipf", "moe"), FULL_METHODS),
     "quick": Scope((2,), ("mllm",), FULL_METHODS),
 }
 
@@ -103,23 +114,51 @@ def main() -> None:
     arguments = _arguments()
     load = OtherLoad()
     common: dict[str, Any] = {"microbatches": 4 if arguments.quick else 32, "seed": 1, "num_bytes": NUM_BYTES}
-    raw = RawSteps(arguments.raw, common, goes_on=arguments.full or arguments.resume)
-    every = list(_settings(arguments, raw, common))
-    for _ in steps_measured(Path(__file__).with_name("worker.py"), every, raw.keep, _variables()):
-        pass
+    raw = RawSteps(arguments.raw, common, goes_on=arguments.full or arguments.resume or arguments.minutes is not None)
+    began = datetime.now(UTC)
+    _measure(arguments, raw, list(_settings(arguments, raw, common)))
+    cells = list(_cells(arguments))
+    asked = len(cells)
+    if arguments.minutes is not None:
+        cells = [cell for cell in cells if not raw.lacking(cell, arguments.methods, arguments.rounds)]
+        print(f"{len(cells)} of {asked} cells have all their steps (--minutes 0 reports them)", file=sys.stderr)
+        if arguments.minutes and len(cells) < asked:
+            return
     results: dict[Cell, Mapping[str, Figures]] = {}
-    for cell in _cells(arguments):
+    for cell in cells:
         settings = Settings(cell.stages, (cell.profile,), (cell.jitter,), arguments.methods, **common)
         results |= results_of(settings, raw.steps(cell))
     aims = aims_of(results)
     settings_data = {**common, "rounds": arguments.rounds, "versions": _versions(), "cores": os.cpu_count()}
-    document = {"settings": settings_data, **document_of(results, aims), "other_load": load.share()}
+    settings_data["asked"] = asked
+    document: dict[str, Any] = {"settings": settings_data, **document_of(results, aims)}
+    if arguments.minutes is None:
+        settings_data["began"] = f"{began:%Y-%m-%d %H:%M} UTC"
+        document["other_load"] = load.share()
 
     def tables() -> None:
         print_report(results, aims)
         print(load.sentence())
 
     report(arguments.json, document, tables, text_of)
+
+
+def _measure(arguments: argparse.Namespace, raw: RawSteps, every: Sequence[Settings]) -> None:
+    """Measure what lacks, or as much as fits into the minutes, in whole rounds."""
+    until = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    last_turns = {turn for settings in every for turn in settings.last_turns()}
+
+    def keep(report: Any) -> None:
+        raw.keep(report)
+        if time.monotonic() >= until and Turn.of(report["turn"]) in last_turns:
+            raise _OverTimeError
+
+    try:
+        if arguments.minutes != 0:
+            for _ in steps_measured(Path(__file__).with_name("worker.py"), every, keep, _variables()):
+                pass
+    except _OverTimeError:
+        pass
 
 
 def _arguments() -> argparse.Namespace:
@@ -134,7 +173,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="undisturbed steps of each method, at least 1")
     parser.add_argument("--raw", type=Path, help="the folder of raw data; by default in out/peers")
     parser.add_argument("--resume", action="store_true", help="keep its steps and measure what lacks, as --full does")
+    parser.add_argument("--minutes", type=float, help="begin no round after so many, and keep what is there")
     arguments = parser.parse_args()
+    if arguments.minutes is not None and not arguments.minutes >= 0:
+        parser.error(f"--minutes is {arguments.minutes:g}, must be at least 0")
     name = next((name for name in SCOPES if getattr(arguments, name)), "headline")
     scope = SCOPES[name]
     if arguments.quick:

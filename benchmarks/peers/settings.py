@@ -137,6 +137,12 @@ class Settings(integrations.Settings):
                 if self.METHODS[method].runs(profile):
                     yield Turn(Cell(self.stages, profile, jitter), number, method)
 
+    def last_turns(self) -> Iterator[Turn]:
+        """The last step of each round."""
+        measured = [turn for turn in self.turns() if turn.number > 0]
+        rounds = {(turn.cell, turn.number): turn for turn in measured}
+        return iter(rounds.values())
+
     def table(self, turn: Turn, form: Form | None = None) -> CostTable:
         """See `Comparison.table`; steps that are not measured have negative numbers."""
         return integrations.Settings.table(self, turn._replace(number=abs(turn.number)), form)

@@ -1,15 +1,18 @@
-"""What `rrfp plan` gains, and how well it predicts layers that were moved.
+"""What `rrfp plan` gains, how well it predicts layers that were moved, and what an order of microbatches would gain.
 
     python benchmarks/plan/run.py [--stages 4,8] [--profiles llm,...] [--json]       # simulated; about five minutes
-    python benchmarks/plan/run.py --processes [--json]                               # about three minutes, quiet
+    python benchmarks/plan/run.py --processes [--stages 4] [--profiles head,...]     # about three minutes, quiet
+    python benchmarks/plan/run.py --orders [--stages 4,8] [--draws 2] [--jobs J]     # simulated; half an hour
 
 **Simulated**: for each of the nine profiles (four layers a plain stage, an output layer, jitter J1, whole backward) ten
 steps of the even cut under the defaults are recorded and planned, within the bytes that the fullest stage held. The
 plan, the defaults, torch's 1F1B on the even cut and its ZBV on the even V then run on twenty other steps.
 
-**Processes**: four processes under torchrun run stages that sleep as long as the layers take, as if accelerators
+**Processes**: a process a stage under torchrun runs stages that sleep as long as the layers take, as if accelerators
 computed, with messages of a megabyte over shm. The even cut is recorded and planned; then the best plan of each cut and
 placement runs.
+
+**Orders**: `benchmarks/plan/orders.py` says what they are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -27,6 +31,7 @@ from rich.progress import Progress
 
 from benchmarks.plan.gains import Gain, gain
 from benchmarks.plan.layered import Model
+from benchmarks.plan.orders import EVALUATIONS, FIRST, KNOWLEDGE, Case, print_orders, searched
 from benchmarks.shared.figures import table_of
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
@@ -37,8 +42,9 @@ from rrfp.lab.advice.advice import Adviser, Wishes
 from rrfp.lab.advice.recorded import read_recording
 from rrfp.lab.advice.replays import Replayer
 from rrfp.lab.planning.layers import read_layers
-from rrfp.lab.planning.plan import Request, plans_of
+from rrfp.lab.planning.plan import Basis, Request, plans_of
 from rrfp.lab.planning.report import Plans
+from rrfp.lab.sweep.pool import run_all, usable_cores
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.pipeline.plan_file import PLAN, Plan
 
@@ -52,6 +58,7 @@ class Prediction:
 
     Attributes:
         profile: of the model.
+        stages: N.
         rank: its row in the plan's table; 0 as recorded.
         layout: placement and layers.
         settings: of the pipeline.
@@ -61,6 +68,7 @@ class Prediction:
     """
 
     profile: str
+    stages: int
     rank: int
     layout: str
     settings: str
@@ -76,7 +84,7 @@ class Prediction:
 
 def predictions(model: Model, steps: int, rows: int, progress: Progress, **effort: Any) -> Iterator[Prediction]:
     """Record, plan, and run what was planned."""
-    task = progress.add_task(model.profile, total=None)
+    task = progress.add_task(f"{model.profile}, PP {model.stages}", total=None)
     layout = model.even()
     recorded = Plan(model.stages, 1, "looped", DEFAULT_HINT, "n", False, layout.cuts, model.layers)
     script = Path(__file__).with_name("worker.py")
@@ -98,18 +106,16 @@ def predictions(model: Model, steps: int, rows: int, progress: Progress, **effor
         # Not by plan_file, which refuses a trace whose ranks shared cores: the table says how much they did.
         adviser = Adviser(model.profile, recording, [], Wishes(), Replayer(recording.steps, lambda: None))
         request = Request(slow=model.slow, **effort)
-        plans = plans_of(adviser, read_layers(layers), request, lambda: progress.advance(task))
+        plans = plans_of(Basis.recorded(adviser), read_layers(layers), request, lambda: progress.advance(task))
         waited = recording.core_wait() or 0.0
-        yield Prediction(
-            model.profile, 0, f"even: {plans.now.layers}", plans.now.settings, plans.predicted, now, waited
-        )
+        job = model.profile, model.stages
+        yield Prediction(*job, 0, f"even: {plans.now.layers}", plans.now.settings, plans.predicted, now, waited)
         chosen = _chosen(plans, rows)
         taken = measured([plan for _, plan in chosen], "")
     for (number, _), seconds in zip(chosen, taken, strict=True):
         row = plans.rows[number]
-        yield Prediction(
-            model.profile, number + 1, f"{row.placement}: {row.layers}", row.settings, row.seconds, seconds, waited
-        )
+        where = f"{row.placement}: {row.layers}"
+        yield Prediction(*job, number + 1, where, row.settings, row.seconds, seconds, waited)
 
 
 def _chosen(plans: Plans, most: int) -> list[tuple[int, Plan]]:
@@ -137,7 +143,7 @@ def print_predictions(found: Sequence[Prediction]) -> None:
     table = table_of("mean step, ms", "job", "row", "predicted", "measured", "error %", "settings")
     for one in found:
         times = (f"{1e3 * each:.1f}" for each in (one.predicted, one.measured))
-        name = f"{one.profile}, {one.layout}"
+        name = f"{one.profile}, PP {one.stages}, {one.layout}"
         table.add_row(name, str(one.rank), *times, f"{100 * one.error:+.1f}", one.settings)
     Console(width=max(Console().width, 160)).print(table)
     for name, errors in (
@@ -148,11 +154,11 @@ def print_predictions(found: Sequence[Prediction]) -> None:
             print(f"{name}: error {median(errors):.1%} in the median, {max(errors):.1%} at worst")
     waited = max(one.core_wait for one in found)
     print(f"threads waited for a core up to {waited:.0%} of the time of their tasks; rrfp plan refuses above 10%")
-    for profile in dict.fromkeys(one.profile for one in found):
-        rows = [one for one in found if one.profile == profile and one.rank]
+    for profile, stages in dict.fromkeys((one.profile, one.stages) for one in found):
+        rows = [one for one in found if (one.profile, one.stages) == (profile, stages) and one.rank]
         if rows:
             behind = rows[0].measured / min(one.measured for one in rows) - 1
-            print(f"{profile}: the best-ranked plan is {behind:.1%} behind the measured best")
+            print(f"{profile}, PP {stages}: the best-ranked plan is {behind:.1%} behind the measured best")
 
 
 def main() -> None:
@@ -160,28 +166,41 @@ def main() -> None:
     parser = parser_of("What rrfp plan gains, and how well it predicts.")
     parser.add_argument("--processes", action="store_true", help="predictions beside jobs, in place of gains")
     parser.add_argument("--profiles", default="", help="some of them, between commas")
-    parser.add_argument("--stages", default="4,8", help="numbers of stages of the simulated models")
+    parser.add_argument("--orders", action="store_true", help="orders of microbatches, in place of gains")
+    parser.add_argument("--stages", default="", help="numbers of stages, between commas; with --processes 4")
     parser.add_argument("--steps", type=int, default=8, help="measured steps a job, at least 5")
-    arguments = parsed(parser, "steps")
+    parser.add_argument("--draws", type=int, default=2, help="steps whose orders are searched, each of its own")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes that search orders")
+    arguments = parsed(parser, "steps", "draws", "jobs")
     default = MEASURED if arguments.processes else tuple(PROFILES)
     profiles = tuple(filter(None, arguments.profiles.split(","))) or default
     if unknown := {*profiles} - {*PROFILES}:
         parser.error(f"--profiles is {min(unknown)}, must be among: {', '.join(PROFILES)}")
     if arguments.steps < 5:
         parser.error(f"--steps is {arguments.steps}, must be at least 5")
+    sizes = [int(text) for text in (arguments.stages or ("4" if arguments.processes else "4,8")).split(",")]
+    if arguments.quick:
+        profiles, sizes = profiles[:1], [2]
     load, quick = OtherLoad(), arguments.quick
     document: dict[str, Any] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         if arguments.processes:
-            models = [Model(profile, 4, 12) for profile in profiles]
+            models = [Model(profile, size, 3 * size) for size in sizes for profile in profiles]
             steps, rows, effort = arguments.steps, MEASURED_ROWS, dict[str, Any]()
             if quick:
                 models, steps, rows, effort = [Model(profiles[0], 2, 4)], 5, 1, {"tasks": 5000}
             found = [one for each in models for one in predictions(each, steps, rows, progress, **effort)]
             document["predictions"] = [asdict(one) for one in found]
+        elif arguments.orders:
+            draws, evaluations = (1, FIRST) if quick else (arguments.draws, EVALUATIONS)
+            cases = [
+                Case(profile, size, draw, knowledge, evaluations)
+                for size, profile, draw, knowledge in product(sizes, profiles, range(draws), KNOWLEDGE)
+            ]
+            orders = [*progress.track(run_all(searched, cases, jobs=arguments.jobs), len(cases))]
+            document["orders"] = [asdict(one) for one in orders]
         else:
-            sizes = [2] if quick else [int(text) for text in arguments.stages.split(",")]
-            models = [Model(profile, size, 3 * size) for size in sizes for profile in profiles[: 1 if quick else None]]
+            models = [Model(profile, size, 3 * size) for size in sizes for profile in profiles]
             task, effort = progress.add_task("steps", total=None), {"tasks": 5000} if quick else {}
             gains = [gain(each, 2 if quick else 20, lambda: progress.advance(task), **effort) for each in models]
             document["gains"] = [asdict(one) for one in gains]
@@ -190,6 +209,8 @@ def main() -> None:
         return
     if arguments.processes:
         print_predictions(found)
+    elif arguments.orders:
+        print_orders(orders)
     else:
         print_gains(gains)
     print(load.sentence())

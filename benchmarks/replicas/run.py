@@ -1,20 +1,23 @@
 """Replicas of which one has a slow rank: each runs its own microbatches, or they share them.
 
-    python benchmarks/replicas/run.py [--rounds N] [--pace 1] [--quick] [--json]
-    python benchmarks/replicas/run.py --simulate [--quick] [--json]
+    python benchmarks/replicas/run.py [--rounds N] [--pace 1] [--quick] [--json [FILE]]
+    python benchmarks/replicas/run.py --simulate [--quick] [--json [FILE]]
 
 F 10 and B 20 ms, a whole backward, 4 PP microbatches a replica, the default hint, limit 2n. The rank of stage PP / 2 of
-replica 0 is 1 (equal), 1.5, 2 and 4 times as slow. All times are over that of equal replicas that run their own.
+replica 0 is 1 (equal), 1.5, 2 and 4 times as slow; with --simulate also that of stage 0 of replica 1 ("slow": 2). All
+times are over that of equal replicas that run their own.
 
-**Processes**, eight of them under torchrun, as PP 4 x DP 2 and PP 2 x DP 4: without and with
-``share_replicas="dealt"``, alternating by step; tasks sleep. Medians; "simulated" is the engine's step with the same
-numbers of microbatches. Where a rank has become slower five steps are not measured. No gradients are summed.
+**Processes**, eight of them under torchrun, as PP 4 x DP 2 and PP 2 x DP 4: without ``share_replicas``, with
+``"dealt"`` and with ``True`` ("claimed"), in turns by step; tasks sleep. Medians; "simulated" is the engine's step with
+the same numbers of microbatches, or that of the cores of all ranks. Where a rank has become slower five steps are not
+measured. No gradients are summed.
 
-**--simulate**: these and PP 8 x DP 8: microbatches of one size, without jitter and with J2 (docs/simulator.md), and
-"uneven": of log-normal sizes (sigma 0.5), which hints and dealing know. "dropped": the replica with the
+**--simulate**: these and PP 8 x DP 8: microbatches of one size, without jitter, with messages of 1 ms (each of a claim
+too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma 0.5), which hints, dealing and claims
+know; and "late": the rank becomes slow in mid-step, which no step before has shown. "dropped": the replica with the
 slow rank is left out, and the others run its microbatches. "bound": no way to share microbatches among replicas, stage
-by stage included, takes less. "moved": microbatches that change replicas in a step; in processes each has 64 KiB of
-inputs.
+by stage included, takes less. "moved": microbatches that change replicas in a step that is dealt; in processes each has
+64 KiB of inputs. "crossed": activations that go to another replica for each microbatch of a claimed step.
 
 ReCycle (SOSP '24, arXiv 2405.14009) moves microbatches between the replicas' copies of a stage where a rank is *lost*,
 by a plan. Its authors state up to 1.46 times Oobleck's and 1.64 times Bamboo's throughput: theirs, on other systems,
@@ -23,7 +26,6 @@ and not to be compared with these ratios.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -34,10 +36,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.replicas.settings import INPUT_BYTES, REAL, Layout, Settings, seconds_of, table_of
-from benchmarks.replicas.simulated import rows
+from benchmarks.replicas.settings import INPUT_BYTES, METHODS, REAL, Layout, Settings, seconds_of, table_of
+from benchmarks.replicas.simulated import Case, claimed_seconds, rows
 from benchmarks.shared.load import OtherLoad
-from benchmarks.shared.options import parsed, parser_of
+from benchmarks.shared.options import parsed, parser_of, report, text_of
 from benchmarks.shared.workers import run_workers
 from rrfp.runtime.steps.deal import ReplicaPace, dealt
 
@@ -51,12 +53,12 @@ class Measured:
 
     Attributes:
         layout: of the ranks.
-        method: ``plain`` or ``dealt``.
+        method: ``plain``, ``dealt`` or ``claimed``.
         factor: how much slower the slow rank is.
         seconds: of a step.
         over_equal: the same over ``plain`` with equal replicas.
         simulated: the engine's step, over its step of equal replicas.
-        moved_bytes: inputs that changed replicas in a step.
+        moved_bytes: inputs that changed replicas in a step that was dealt.
     """
 
     layout: str
@@ -76,7 +78,7 @@ def measure(settings: Settings) -> Iterator[Measured]:
     for line in run_workers(worker, ranks, settings.to_json(), patience=_PATIENCE_S):
         lines[line["method"], line["factor"]].append(line)
     equal = median(line["seconds"] for line in lines["plain", 1.0])
-    for (method, factor), own in sorted(lines.items(), key=lambda item: (item[0][1], item[0][0] == "dealt")):
+    for (method, factor), own in sorted(lines.items(), key=lambda item: (item[0][1], METHODS.index(item[0][0]))):
         seconds = median(line["seconds"] for line in own)
         simulated = _simulated(layout, method, factor) / _simulated(layout, "plain", 1.0)
         moved = INPUT_BYTES * median(line["moved"] for line in own)
@@ -84,6 +86,8 @@ def measure(settings: Settings) -> Iterator[Measured]:
 
 
 def _simulated(layout: Layout, method: str, factor: float) -> float:
+    if method == "claimed":
+        return claimed_seconds(Case(layout, "J0", factor))
     slow = [factor] + [1.0] * (layout.replicas - 1)
     given = [[1.0] * layout.microbatches] * layout.replicas
     counts = [*map(len, given)]
@@ -95,7 +99,7 @@ def _simulated(layout: Layout, method: str, factor: float) -> float:
 
 def main() -> None:
     """Measure, or simulate, and print."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, json_file=True)
     parser.add_argument("--simulate", action="store_true", help="by the engine")
     parser.add_argument("--pace", type=float, default=1.0, help="how much longer tasks are")
     parser.add_argument("--rounds", type=int, default=8, help="measured steps of each method and factor, at least 1")
@@ -108,14 +112,19 @@ def main() -> None:
         found = list(measure(Settings(Layout(2, 2), (1.0, 4.0), 1, arguments.pace)))
     else:
         found = [row for each in REAL for row in measure(Settings(each, rounds=arguments.rounds, pace=arguments.pace))]
-    if arguments.json:
-        print(json.dumps({"rows": list(map(asdict, found)), "other_load": load.share()}))
-        return
-    table = Table(*asdict(found[0]))
-    for row in found:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    console.print(table)
-    print(load.sentence())
+
+    def tables() -> None:
+        table = Table(*asdict(found[0]))
+        for row in found:
+            cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values())
+            table.add_row(*cells)
+        console.print(table)
+        print(load.sentence())
+
+    document: dict[str, Any] = {"rows": list(map(asdict, found))}
+    if not arguments.simulate:
+        document["other_load"] = load.share()
+    report(arguments.json, document, tables, text_of)
 
 
 if __name__ == "__main__":

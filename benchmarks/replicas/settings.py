@@ -18,6 +18,8 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 INPUT_BYTES = 1 << 16
 FACTORS = (1.0, 1.5, 2.0, 4.0)
 LIMIT = "2n"
+#: How replicas share: not at all, ``share_replicas="dealt"``, ``share_replicas=True``.
+METHODS = ("plain", "dealt", "claimed")
 
 
 class Layout(NamedTuple):
@@ -71,13 +73,23 @@ class Settings:
         return cls(**{**plain, "layout": Layout(*plain["layout"])})
 
 
-def table_of(layout: Layout, sizes: Sequence[float], slow: float = 1.0) -> CostTable:
-    """One replica's step of microbatches of these sizes; ``slow`` is the factor of its slow rank."""
+def table_of(
+    layout: Layout, sizes: Sequence[float], slow: float = 1.0, stage: int | None = None, latency: float = 0.0
+) -> CostTable:
+    """One replica's step of microbatches of these sizes.
+
+    Args:
+        layout: of the ranks.
+        sizes: of the microbatches.
+        slow: the factor of its slow rank.
+        stage: of that rank; None: `Layout.slow_stage`.
+        latency: seconds that a message takes.
+    """
     factors = np.ones((layout.stages, 1)) * np.asarray(sizes)
-    factors[layout.slow_stage] *= slow
-    none = np.zeros((layout.stages - 1, len(sizes)))
+    factors[layout.slow_stage if stage is None else stage] *= slow
+    travel = np.full((layout.stages - 1, len(sizes)), latency)
     forward, backward = FORWARD_S * factors, BACKWARD_S * factors
-    return CostTable(layout.stages, 1, "looped", len(sizes), forward, backward, None, none, none)
+    return CostTable(layout.stages, 1, "looped", len(sizes), forward, backward, None, travel, travel)
 
 
 def seconds_of(table: CostTable, sizes: Sequence[float] | None = None) -> float:

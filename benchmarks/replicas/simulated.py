@@ -1,4 +1,4 @@
-"""Steps of replicas of which one has a slow rank, by the engine."""
+"""Steps of replicas of which one has a slow rank, or two have one, by the engine and by the cores of all ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from statistics import mean
 
 import numpy as np
 
+from benchmarks.replicas.claimed import PooledStep
 from benchmarks.replicas.settings import FACTORS, LAYOUTS, Layout, seconds_of, table_of
 from rrfp.core.usage import Peaks
 from rrfp.costs.table import CostTable
+from rrfp.lab.cluster.ranks import Rank
 from rrfp.lab.generators.jitter import with_jitter
+from rrfp.model.tasks import F, Task
 from rrfp.runtime.steps.deal import Deal, dealt
 from rrfp.runtime.steps.dealer import FEW, Paces
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.trace.breakdown import Breakdown
 
-#: Of microbatches and tasks: of one size, with jitter, of different sizes.
-KINDS = ("J0", "J2", "uneven")
+#: Of microbatches and tasks: of one size, with messages of a millisecond, with jitter, of different sizes; and a rank
+#: that becomes slow in mid-step, which no step before has shown.
+KINDS = ("J0", "1 ms", "J2", "uneven", "late")
 
 #: Measured steps; the dealing begins after `FEW` others.
 STEPS = 8
+
+#: Slow ranks: one, or two of different stages and replicas.
+SLOW_RANKS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +38,28 @@ class Row:
     Attributes:
         layout: of the ranks.
         kind: of `KINDS`.
-        factor: how much slower the slow rank is.
+        factor: how much slower the slow ranks are.
+        slow: how many there are.
         plain: each replica runs its own.
         dealt: with ``share_replicas="dealt"``.
-        dropped: the others run all; None where no replica is slow.
+        claimed: with ``share_replicas=True``.
+        dropped: the others run all; None where no replica is slow, or two are.
         bound: no way to share microbatches, whole or stage by stage, takes less; of J0 only.
-        moved: microbatches that cross replicas in a step.
+        moved: microbatches that cross replicas in a step that is dealt.
+        crossed: activations that cross replicas for each microbatch of a claimed step; as many gradients do.
     """
 
     layout: str
     kind: str
     factor: float
+    slow: int
     plain: float
     dealt: float
+    claimed: float
     dropped: float | None
     bound: float | None
     moved: float
+    crossed: float
 
 
 def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS) -> Iterator[Row]:
@@ -55,16 +68,27 @@ def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS) -> Iterator[
         for kind in KINDS:
             equal = mean(_plain(Case(layout, kind, 1.0), step) for step in range(FEW, FEW + steps))
             for factor in FACTORS:
-                yield _row(Case(layout, kind, factor), equal, steps)
+                for slow in SLOW_RANKS[: 1 if factor == 1 or kind == "late" else None]:
+                    yield _row(Case(layout, kind, factor, slow), equal, steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Replicas of which the first has a rank that is so much slower."""
+    """Replicas of which the first has a rank that is so much slower; or the second as well, its first one."""
 
     layout: Layout
     kind: str
     factor: float
+    slow: int = 1
+
+    @property
+    def latency(self) -> float:
+        """Seconds that a message takes."""
+        return 0.001 if self.kind == "1 ms" else 0.0
+
+    def slow_stage(self, replica: int) -> int | None:
+        """The stage whose rank is slow in a replica."""
+        return {0: self.layout.slow_stage, 1: 0}.get(replica) if replica < self.slow else None
 
     def sizes(self, step: int) -> list[list[float]]:
         """Of the microbatches of each replica's caller."""
@@ -76,26 +100,59 @@ class Case:
 
     def table(self, step: int, replica: int, sizes: Sequence[float]) -> CostTable:
         """A step of one replica."""
-        plain = table_of(self.layout, sizes, self.factor if replica == 0 else 1.0)
+        stage = None if self.kind == "late" else self.slow_stage(replica)
+        plain = table_of(self.layout, sizes, 1.0 if stage is None else self.factor, stage, self.latency)
         return with_jitter(plain, "J2" if self.kind == "J2" else "J0", seed=replica, step=step)
 
     def seconds(self, table: CostTable, sizes: Sequence[float]) -> float:
         """The time of a step of one replica."""
         return seconds_of(table, sizes if self.kind == "uneven" else None)
 
+    def pooled(self, step: int, replicas: Sequence[int], paces: Sequence[Sequence[float]]) -> PooledStep:
+        """A step of some replicas that share their forwards."""
+        sizes = self.sizes(step)
+        count = self.layout.microbatches
+        flat = [size for r in replicas for size in sizes[r]]
+        # A replica's own come first in its table: with them it has the jitter that it would have alone.
+        turned = [[*flat[copy * count :], *flat[: copy * count]] for copy in range(len(replicas))]
+        tables = [self.table(step, replica, own) for replica, own in zip(replicas, turned, strict=True)]
+        times = [(table.forward.tolist(), table.backward.tolist()) for table in tables]
+        half = seconds_of(table_of(self.layout, [1.0] * self.layout.microbatches)) / 2
+
+        def seconds(rank: Rank, task: Task, now: float) -> float:
+            column = (task.microbatch - rank.replica * count) % len(flat)
+            own: float = times[rank.replica][task.kind is not F][rank.stage][column]
+            is_late = self.kind == "late" and now >= half and rank.stage == self.slow_stage(replicas[rank.replica])
+            return own * self.factor if is_late else own
+
+        return PooledStep(
+            Layout(self.layout.stages, len(replicas)),
+            [copy for copy in range(len(replicas)) for _ in range(count)],
+            seconds,
+            paces,
+            sizes=flat if self.kind == "uneven" else None,
+            latency=self.latency,
+            limit=2 * self.layout.stages,
+        )
+
 
 def _row(case: Case, equal: float, steps: int) -> Row:
     numbers = range(FEW, FEW + steps)
-    found = [*_dealt(case, steps)]
+    found, shared = [*_dealt(case, steps)], [*_claimed(case, steps)]
+    has_others = case.factor > 1 and case.slow == 1 and case.kind != "late"
+    microbatches = case.layout.microbatches * case.layout.replicas
     return Row(
         str(case.layout),
         case.kind,
         case.factor,
+        case.slow if case.factor > 1 else 0,
         mean(_plain(case, step) for step in numbers) / equal,
         mean(seconds for seconds, _ in found) / equal,
-        mean(_dropped(case, step) for step in numbers) / equal if case.factor > 1 else None,
-        bound(case.layout, case.factor) / equal if case.kind == "J0" else None,
+        mean(seconds for seconds, _ in shared) / equal,
+        mean(_dropped(case, step) for step in numbers) / equal if has_others else None,
+        bound(case) / equal if case.kind == "J0" else None,
         mean(moved for _, moved in found),
+        mean(crossed for _, crossed in shared) / (2 * microbatches),
     )
 
 
@@ -105,6 +162,8 @@ def _longest(case: Case, step: int, sizes: Mapping[int, Sequence[float]]) -> flo
 
 
 def _plain(case: Case, step: int) -> float:
+    if case.kind == "late":  # the engine's durations do not depend on the time
+        return max(case.pooled(step, [replica], ()).run() for replica in range(case.layout.replicas))
     return _longest(case, step, dict(enumerate(case.sizes(step))))
 
 
@@ -114,20 +173,31 @@ def _dropped(case: Case, step: int) -> float:
     return _longest(case, step, {r + 1: [*own, *lost[r :: len(others)]] for r, own in enumerate(others)})
 
 
+def _paces_of(layout: Layout) -> Paces:
+    return Paces([replica for _ in range(layout.stages) for replica in range(layout.replicas)])
+
+
+def _report(stage: int, seconds: float, microbatches: int, size: float) -> StageReport:
+    return StageReport(stage, 1.0, Breakdown(1.0, seconds), Peaks(), microbatches=microbatches, size=size)
+
+
 def _dealt(case: Case, steps: int) -> Iterator[tuple[float, int]]:
     """The time of each measured step, and the microbatches that moved; as a job deals them."""
-    layout = case.layout
-    paces = Paces([replica for replica in range(layout.replicas) for _ in range(layout.stages)])
+    layout, paces = case.layout, _paces_of(case.layout)
+    if case.kind == "late":  # steps before were equal, so nothing moves
+        yield from ((_plain(case, step), 0) for step in range(FEW, FEW + steps))
+        return
     for step in range(FEW + steps):
         sizes, known = case.sizes(step), paces.by_replica()
         deal = Deal.alone([*map(len, sizes)]) if known is None else dealt(sizes, known)
         own = [[sizes[home.replica][home.microbatch] for home in homes] for homes in deal.homes]
         tables = [case.table(step, replica, each) for replica, each in enumerate(own)]
+        busy = [(table.forward + table.backward).tolist() for table in tables]
         paces.observe(
             [
-                StageReport(stage, 1.0, Breakdown(1.0, sum(busy)), Peaks(), microbatches=len(each), size=sum(each))
-                for each, table in zip(own, tables, strict=True)
-                for stage, busy in enumerate((table.forward + table.backward).tolist())
+                _report(stage, sum(busy[replica][stage]), len(own[replica]), sum(own[replica]))
+                for stage in range(layout.stages)
+                for replica in range(layout.replicas)
             ]
         )
         if step >= FEW:
@@ -135,16 +205,42 @@ def _dealt(case: Case, steps: int) -> Iterator[tuple[float, int]]:
             yield max(map(case.seconds, tables, own)), moved
 
 
-def bound(layout: Layout, factor: float) -> float:
+def _claimed(case: Case, steps: int) -> Iterator[tuple[float, int]]:
+    """The time of each measured step, and the outputs that crossed replicas; with paces as a job measures them."""
+    layout, paces = case.layout, _paces_of(case.layout)
+    copies = range(layout.replicas)
+    ranks = [[stage * layout.replicas + copy for copy in copies] for stage in range(layout.stages)]
+    for step in range(FEW + steps):
+        # What is slow only now was not seen before.
+        known = [] if case.kind == "late" else [paces.of(own) for own in ranks]
+        pooled = case.pooled(step, copies, known)
+        seconds = pooled.run()
+        paces.observe(
+            [
+                _report(rank // layout.replicas, spent, ran, 0.0)
+                for rank, (spent, ran) in enumerate(zip(pooled.spent, pooled.forwards, strict=True))
+            ]
+        )
+        if step >= FEW:
+            yield seconds, pooled.crossed
+
+
+def claimed_seconds(case: Case) -> float:
+    """A step that replicas share by claims, once their paces are known."""
+    return mean(seconds for seconds, _ in _claimed(case, 1))
+
+
+def bound(case: Case) -> float:
     """A time that no way to share the microbatches of a step among replicas can beat.
 
     Each stage has to run all microbatches on its copies, behind a forward through the stages before it and in front of
     a backward through them.
     """
-    of_one = table_of(layout, [1.0])
+    layout, of_one = case.layout, table_of(case.layout, [1.0])
     each: list[float] = (of_one.forward + of_one.backward)[:, 0].tolist()
-    total = layout.microbatches * layout.replicas
-    return max(
-        sum(each[:stage]) + total * own / (layout.replicas - 1 + 1 / (factor if stage == layout.slow_stage else 1.0))
-        for stage, own in enumerate(each)
-    )
+    total, copies = layout.microbatches * layout.replicas, range(layout.replicas)
+    speeds = [
+        sum(1 / (case.factor if case.slow_stage(copy) == stage else 1.0) for copy in copies)
+        for stage in range(layout.stages)
+    ]
+    return max(sum(each[:stage]) + total * own / speeds[stage] for stage, own in enumerate(each))

@@ -68,6 +68,12 @@ class Turn(NamedTuple):
     number: int
     method: str
 
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> Self:
+        """As a report has it."""
+        cell, number, method = plain
+        return cls(Cell(*cell), number, method)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

@@ -80,6 +80,7 @@ class Figures:
         per_own_bound: over the lower bound of the method's own table.
         per_peer: over each peer that was measured.
         overhead: over its own order.
+        overhead_interval: 95% of its total, see `median_interval`.
         cpu_s: processor time a task, of all ranks, by group of threads.
         held: the most microbatches of each stage.
         held_bytes: the most bytes of each stage, as the tables have them; median.
@@ -99,6 +100,7 @@ class Figures:
     per_own_bound: float
     per_peer: Mapping[str, Ratio]
     overhead: Overhead
+    overhead_interval: tuple[float, float]
     cpu_s: Mapping[str, float]
     held: tuple[float, ...]
     held_bytes: tuple[float, ...]
@@ -132,6 +134,7 @@ class Figures:
             per_own_bound=middle(lambda each: each.step.seconds / each.bound),
             per_peer={name: ratio_of(steps, other) for name, other in peers.items()},
             overhead=Overhead(middle(lambda each: each.overhead.total), middle(lambda each: each.overhead.in_sleeps)),
+            overhead_interval=median_interval([each.overhead.total for each in used]),
             cpu_s={group: middle(lambda each: each.step.cpu[group] / each.step.tasks) for group in groups},  # noqa: B023
             held=tuple(max(held) for held in zip(*(each.step.held for each in used), strict=True)),
             held_bytes=tuple(median(held) for held in zip(*(each.held_bytes for each in used), strict=True)),

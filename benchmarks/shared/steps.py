@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.shared.clocks import COPIER, GLOO, GROUPS, LANE, LOOP, ZMQ
-from benchmarks.shared.comparison import Cell, Method, Runtime, Turn
+from benchmarks.shared.comparison import Method, Runtime, Turn
 from rrfp.costs import CostTable
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Task
@@ -54,8 +54,8 @@ class Step:
     @classmethod
     def of(cls, line: Mapping[str, Any], methods: Mapping[str, Method]) -> Step:
         """Join a line of rank 0; ``methods`` by name."""
-        cell, number, name = line["turn"]
-        turn, method, ranks = Turn(Cell(*cell), number, name), methods[name], line["ranks"]
+        turn, ranks = Turn.of(line["turn"]), line["ranks"]
+        method = methods[turn.method]
         start = ranks[0]["started"]
         spans = [
             [TaskSpan(stage, Task.parse(text), began - start, ended - start) for text, began, ended in rank["spans"]]

@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.shared.figures import Aim, Spread, table_of, us
+from benchmarks.shared.figures import Aim, Spread, median_interval, table_of, us
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
 from benchmarks.shared.workers import run_workers
@@ -56,6 +56,7 @@ class Figures:
     to_start: Spread
     messages_per_task: float
     iteration: float
+    iteration_interval: tuple[float, float]
 
 
 def groups_of(settings: Settings, line: Line) -> list[GroupStep]:
@@ -86,12 +87,14 @@ def figures_of(settings: Settings, lines: Sequence[Line]) -> dict[str, Figures]:
         steps[line["method"]] += groups
         messages[line["method"]] += line["messages"]
     tasks = 2 * settings.microbatches * settings.stages * settings.rounds
+    ratios = {name: [own / base for own, base in zip(seconds[name], seconds[_LEADER], strict=True)] for name in METHODS}
     return {
         method: Figures(
             coordination=mean(step.share for step in steps[method]),
             to_start=Spread.of([gap for step in steps[method] for gap in step.gaps]),
             messages_per_task=messages[method] / tasks,
-            iteration=median(own / base for own, base in zip(seconds[method], seconds[_LEADER], strict=True)),
+            iteration=median(ratios[method]),
+            iteration_interval=median_interval(ratios[method]),
         )
         for method in METHODS
     }

@@ -48,7 +48,8 @@ def save_pretrained(
         folder: made if it is not there. Weights that were there are replaced when all new ones are written.
         modules: the stage of this rank, or all stages, of `rrfp.split`.
         checkpoint: the folder of the checkpoints of a run, whose newest is taken, or of one checkpoint: values are
-            read from there, and ``modules`` may be on the meta device. Those of ``modules`` count if it is None.
+            read from there, into the dtypes of ``modules``, which may be on the meta device. Those of ``modules`` count
+            if it is None.
         max_shard_size: of a file, in bytes, or such as ``"5GB"``; a larger tensor has a file of its own.
 
     Raises:

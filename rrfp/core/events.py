@@ -6,12 +6,39 @@ messages that run ahead, and names a disagreement about the step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from rrfp.errors import Origin
 from rrfp.model.record import record
 from rrfp.model.tasks import Mode, StepId, Task
 from rrfp.model.visits import Visits
+
+
+@record
+class Pool:
+    """How the copies of a stage share the forwards of a step.
+
+    Attributes:
+        copy: this rank's replica.
+        copies: replicas.
+        homes: by microbatch, the replica whose caller has it.
+        depth: forwards that a copy has claimed and not begun, at most.
+        paces: seconds that a microbatch takes on each copy of this stage; empty: not known.
+    """
+
+    copy: int
+    copies: int
+    homes: tuple[int, ...]
+    depth: int = 1
+    paces: tuple[float, ...] = ()
+
+    def interleaved(self, order: Sequence[int]) -> list[int]:
+        """The microbatches of each replica in ``order``, those of all side by side."""
+        of_home: list[list[int]] = [[] for _ in range(self.copies)]
+        for m in order:
+            of_home[self.homes[m]].append(m)
+        places = [(k / len(own), copy, m) for copy, own in enumerate(of_home) for k, m in enumerate(own)]
+        return [m for *_, m in sorted(places)]
 
 
 @record
@@ -29,6 +56,8 @@ class StepOpened:
         limit: K of this stage in this step, at least 1, where it changes between steps; None: the stage's own.
         byte_room: how many average microbatches the limits on bytes had room for in an earlier step, over what 1F1B
             holds, both summed over the stages, the same on every rank; None: not known, or bytes are not limited.
+        pool: how this stage's copies share its forwards; microbatches are those of all replicas then. None: they do
+            not.
     """
 
     step: int
@@ -39,6 +68,7 @@ class StepOpened:
     visits: Visits | None = None
     limit: int | None = None
     byte_room: float | None = None
+    pool: Pool | None = None
 
 
 @record
@@ -121,6 +151,42 @@ class Consumed:
 
 
 @record
+class Offered:
+    """Replicas share forwards: ``task``, one of this stage, may be claimed.
+
+    Attributes:
+        step: the sender's step.
+        task: the forward.
+        copy: the replica of the rank that holds its input.
+    """
+
+    step: StepId
+    task: Task
+    copy: int
+
+
+@record
+class Claimed:
+    """Replicas share forwards: replica ``copy`` asks to run ``task``, whose input this rank holds."""
+
+    step: StepId
+    task: Task
+    copy: int
+
+
+@record
+class Granted:
+    """Replicas share forwards: replica ``copy`` runs ``task``, a forward of this stage.
+
+    It is this rank's own only on the first stage, where no input arrives instead.
+    """
+
+    step: StepId
+    task: Task
+    copy: int
+
+
+@record
 class BegunReported:
     """The forward ``task`` has begun on another stage, and its output comes here. Only advice: see `rrfp.core.step`.
 
@@ -196,6 +262,9 @@ Event = (
     | Completed
     | SendReleased
     | Consumed
+    | Offered
+    | Claimed
+    | Granted
     | BegunReported
     | PauseBegun
     | PauseEnded
@@ -260,11 +329,47 @@ class Send:
 
     Attributes:
         consumed: to travel in the header: how many outputs of ``peer``'s forwards this stage has started to use.
+        copy: the replica that it goes to; None: this rank's own.
     """
 
     task: Task
     peer: int
     consumed: int = 0
+    copy: int | None = None
+
+
+@record
+class Offer:
+    """Replicas share forwards: tell all copies of its stage that ``task`` may be claimed."""
+
+    task: Task
+
+
+@record
+class Claim:
+    """Replicas share forwards: ask the rank of replica ``copy`` that holds the input of ``task`` for it."""
+
+    task: Task
+    copy: int
+
+
+@record
+class Grant:
+    """Replicas share forwards: tell the copies of its stage but ``copy``, which runs ``task``, and this rank itself."""
+
+    task: Task
+    copy: int
+
+
+@record
+class Give:
+    """Replicas share forwards: send replica ``copy`` what this rank's caller passed for the microbatch of ``task``.
+
+    On the first stage this grants it: `Granted` there.
+    """
+
+    task: Task
+    copy: int
 
 
 @record
@@ -312,5 +417,19 @@ class FinishStep:
 
 
 Instruction = (
-    Run | Idle | Preview | ReportBegun | Send | Release | Credit | ReportReady | Order | ReduceChunk | FinishStep
+    Run
+    | Idle
+    | Preview
+    | ReportBegun
+    | Send
+    | Offer
+    | Claim
+    | Grant
+    | Give
+    | Release
+    | Credit
+    | ReportReady
+    | Order
+    | ReduceChunk
+    | FinishStep
 )

@@ -129,6 +129,11 @@ class ReadySet:
         """C, the chunks of this stage."""
         return len(self._deeper_first)
 
+    @property
+    def positions(self) -> Sequence[int]:
+        """By microbatch, its place in the order of priority."""
+        return self._position_of
+
     def head(self, kind: Kind, chunk: int) -> Task | None:
         """The highest-priority ready microbatch, or None.
 
@@ -336,10 +341,11 @@ def forced_by(order: MicrobatchOrder, graph: TaskGraph) -> frozenset[ForcedOrder
 class Readiness:
     """Counts missing inputs for the tasks of one stage in one step, and hands tasks that lack none to the ready set.
 
-    Beside the inputs of the dependency graph there are two further kinds, treated the same way:
+    Beside the inputs of the dependency graph there are three further kinds, treated the same way:
 
     - *forced order*: the same kind of the microbatch before that visits the same virtual stage (backwards in microbatch
       order);
+    - *grants*: where replicas share forwards, of one that reads no other task (`rrfp.core.claims`);
     - *reports*: on the leader of a group, one from each of ``followers`` for a task that needs an output of another
       stage. They are counted apart, to tell a task that lacks nothing else from one that lacks inputs.
     """
@@ -353,10 +359,13 @@ class Readiness:
         *,
         in_order: Collection[ForcedOrder],
         followers: int,
+        is_pooled: bool = False,
     ) -> None:
         self._graph = graph
         self._states = states
         self._ready = ready
+        #: Whether forwards that read no other task wait for a grant.
+        self._is_pooled = is_pooled
         #: Tasks that lack nothing but reports.
         self.num_unreported = 0
         for state in states:
@@ -377,7 +386,8 @@ class Readiness:
     def _count(self, state: TaskState, microbatches: int, followers: int) -> None:
         """What the tasks of ``state`` are missing, all alike."""
         wiring, most = state.wiring(0), self._never(state)
-        state.missing = counters(microbatches, wiring.num_inputs + state.is_ordered, most=most)
+        awaits_grant = self._is_pooled and state.kind is F and not wiring.num_inputs
+        state.missing = counters(microbatches, wiring.num_inputs + state.is_ordered + awaits_grant, most=most)
         state.missing_remote = counters(microbatches, wiring.num_remote, most=most)
         if followers and wiring.num_remote:
             state.unreported = counters(microbatches, followers, most=followers)
@@ -414,6 +424,10 @@ class Readiness:
         """An output of another stage is here, for the first time."""
         source.is_available[microbatch] = True
         self._supply(source.readers, microbatch)
+
+    def grant(self, state: TaskState, microbatch: int) -> None:
+        """A forward that reads no other task runs here; see `rrfp.core.claims`."""
+        self._supply((state,), microbatch)
 
     def supplied_by(self, source: TaskState, microbatch: int) -> list[Task]:
         """Follower, once after each `arrive`: the tasks that now have everything they need from other stages."""

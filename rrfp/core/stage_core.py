@@ -153,7 +153,7 @@ class StageView:
 
 #: What a peer may send one step ahead, and no more: ranks exchange reports at the end of a step, so a peer may have
 #: opened the next one while this rank's caller has not. A `Consumed` cannot be: it answers an output of its own step.
-_Early = ev.Arrived | ev.ReadyReported | ev.Ordered
+_Early = ev.Arrived | ev.ReadyReported | ev.Ordered | ev.Offered | ev.Claimed | ev.Granted
 _FromPeer = _Early | ev.Consumed
 
 
@@ -349,6 +349,8 @@ class StageCore:
             if event.step.number == self._next_step and not isinstance(event, ev.Consumed):
                 self._early.append(event)
                 return ()
+            if isinstance(event, ev.Claimed) and event.step.number < self._next_step:
+                return ()  # another copy was faster, and this rank has ended the step since
             raise misplaced(event, self.graph, self.stage, step)
         instructions = HANDLERS[type(event)](step, event)
         if self._observe is not None:
@@ -401,6 +403,8 @@ class StageCore:
             raise ProtocolError(f"step {event.step} was opened, expected step {self._next_step}")
         if event.microbatches < 1:
             raise ConfigError(f"microbatches is {event.microbatches}, must be at least 1")
+        if event.pool is not None:
+            self._check_pool(event)
         if event.sizes is not None and len(event.sizes) != event.microbatches:
             raise ConfigError(f"sizes has {len(event.sizes)} entries, must have {event.microbatches}, one a microbatch")
         visits = Visits(event.microbatches) if event.visits is None else event.visits
@@ -440,6 +444,17 @@ class StageCore:
         if self.history is not None:
             self.history.opened(order)
 
+    def _check_pool(self, event: ev.StepOpened) -> None:
+        assert event.pool is not None
+        is_plain = self.graph.is_chain and len(self.graph.placement.virtual_stages(self.stage)) == 1
+        if not is_plain or self.in_order or self.group.size > 1 or self.limit.bytes is not None:
+            raise ConfigError(
+                "pool is given, must be None but for chains of one chunk a stage, without a forced order, groups and "
+                "limits on bytes"
+            )
+        if event.mode is not Mode.TRAIN or len(event.pool.homes) != event.microbatches:
+            raise ConfigError(f"pool is of {len(event.pool.homes)} microbatches, must be of {event.microbatches}")
+
     def _let_weights_first(self, step: Step) -> None:
         here = self.graph.placement.virtual_stages(self.stage)
         is_split = any(self.graph.last_kind(v, Mode.TRAIN) in ENDING_KINDS for v in here)
@@ -449,12 +464,15 @@ class StageCore:
 
     def _open_pauses(self, step: Step, view: StageView) -> None:
         # In a group a wait would be one of all ranks: it has none.
-        if step.id.mode is Mode.TRAIN and self.group.size == 1:
+        # Where replicas share forwards, none knows whose turn it is.
+        if step.id.mode is Mode.TRAIN and self.group.size == 1 and step.pool is None:
             step.pauses.reports_begun = self.hint.reports_begun(view)
             step.pauses.is_wanted = type(self.hint).awaits is not Hint.awaits
 
     def _order_microbatches(self, step: Step, view: StageView) -> tuple[int, ...] | None:
         order = self.hint.microbatch_order(view)
+        if step.pool is not None:
+            order = step.pool.interleaved(range(step.id.microbatches) if order is None else order)
         # Where an order is forced, a microbatch started early only holds memory until the lower ones are through.
         if order is None or self.in_order:
             return None
@@ -472,6 +490,9 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
     ev.ReadyReported: StageCore._on_peer,
     ev.Ordered: StageCore._on_peer,
     ev.Consumed: StageCore._on_peer,
+    ev.Offered: StageCore._on_peer,
+    ev.Claimed: StageCore._on_peer,
+    ev.Granted: StageCore._on_peer,
     ev.BegunReported: StageCore._on_begun_reported,
     ev.HeldReported: StageCore._on_held_reported,
     ev.Aborted: StageCore._on_aborted,
@@ -479,7 +500,7 @@ _TAKE_IN: dict[type, Callable[[StageCore, Any], Instructions]] = {
 
 
 #: What comes from other ranks.
-FromRank = ev.Arrived | ev.Consumed | ev.ReadyReported | ev.Ordered | ev.HeldReported
+FromRank = _FromPeer | ev.HeldReported
 
 
 def sender_of(event: FromRank, graph: TaskGraph) -> Sender:
@@ -488,6 +509,10 @@ def sender_of(event: FromRank, graph: TaskGraph) -> Sender:
         return "stage", graph.placement.stage_of(event.task.virtual_stage)
     if isinstance(event, ev.Consumed):
         return "stage", event.peer
+    if isinstance(event, ev.Claimed):
+        return "stage", graph.placement.stage_of(event.task.virtual_stage)
+    if isinstance(event, ev.Offered | ev.Granted):
+        return "stage", graph.placement.stage_of(max(0, event.task.virtual_stage - 1))
     return "member", 0 if isinstance(event, ev.Ordered) else event.member
 
 

@@ -63,6 +63,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from rrfp.core import events as ev
+from rrfp.core.claims import Sharing
 from rrfp.core.group_step import GroupMembership, GroupStep
 from rrfp.core.ready_set import DrainOrder, ForcedOrder, Readiness, ReadySet
 from rrfp.core.task_state import Outputs, RefCounts, TaskState, TaskStates
@@ -196,7 +197,13 @@ class Step:
             drain_order = DrainOrder(virtual_stages, [graph.kinds(v, mode) for v in virtual_stages], visits)
         self.ready = ReadySet(self.states, virtual_stages, admission, visits, drain_order)
         self.readiness = Readiness(
-            graph, self.states, self.ready, visits, in_order=in_order, followers=group.num_followers
+            graph,
+            self.states,
+            self.ready,
+            visits,
+            in_order=in_order,
+            followers=group.num_followers,
+            is_pooled=opened.pool is not None,
         )
         self.outputs = Outputs(self.states, stage, mode)
         self.group = GroupStep(
@@ -224,7 +231,11 @@ class Step:
         self.consumed_by: dict[int, int] = {}
         self.finished = False
         self.pauses = Pauses(stage, self.states, durations)
+        #: Where replicas share forwards.
+        self.sharing: Sharing | None = None
+        self.pool = opened.pool
         self._stage = stage
+        self._distance = graph.distance_to_sink(stage)
         self._is_training = mode is Mode.TRAIN
         self._follows = group.follows
         self._leads = group.num_followers > 0
@@ -260,6 +271,10 @@ class Step:
         instructions: list[ev.Instruction] = [*map(ev.ReduceChunk, unvisited)]
         if self._previews:
             instructions += map(ev.Preview, self.outputs.fed_by_caller())
+        if self.pool is not None:
+            (virtual_stage,) = self.unfinished
+            self.sharing = Sharing(self.pool, virtual_stage, self.ready.positions, self._distance, self.sizes)
+            instructions += self._claimed()
         return self._and_finish(instructions)
 
     def _on_arrived(self, event: ev.Arrived) -> Instructions:
@@ -267,6 +282,8 @@ class Step:
         source = self.states.read[kind].get(virtual_stage)
         if source is None or not 0 <= m < self.id.microbatches or source.is_available[m]:
             raise self._unexpected(event.task)
+        if self.sharing is not None:
+            self.sharing.arrive(event.task)
         if event.consumed is not None:  # the forward and the backward channel may overtake each other
             peer = source.refs.stage
             before = self.consumed_by.get(peer, 0)
@@ -321,6 +338,10 @@ class Step:
             self.pauses.enqueue(task)
         if self.pauses.reports_begun and state.takes_slot:
             return (*instructions, *self.pauses.begun_reports(task, state))
+        if self.sharing is not None:
+            if state.takes_slot:
+                self.sharing.claims.begin()
+            return (*instructions, *self._claimed())
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
@@ -340,8 +361,12 @@ class Step:
         if self.sizes is not None:
             self.seconds[kind is not F][m] += event.seconds
         outputs.produce(state, wiring, task)
-        consumed_of = outputs.consumed_of
-        instructions: list[ev.Instruction] = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]
+        instructions: list[ev.Instruction]
+        if self.sharing is None:
+            consumed_of = outputs.consumed_of
+            instructions = [ev.Send(task, peer, consumed_of.get(peer, 0)) for peer in wiring.peers]
+        else:
+            instructions = [self.sharing.send(task, peer) for peer in wiring.peers]
         self._settle_memory(state, task, event.held, event.output)
         if (event.output or self._leads) and (wiring.peers or wiring.num_readers):
             self._bytes.keep_output(task, event.output)
@@ -357,6 +382,8 @@ class Step:
             instructions.append(ev.ReduceChunk(virtual_stage))
         if self._previews and kind is F:
             instructions += map(ev.Preview, outputs.completed_by(state, m))
+        if self.sharing is not None:
+            instructions += self._claimed()
         return self._and_finish(instructions)
 
     def _stop_using(self, source: RefCounts, microbatch: int, was_last: bool) -> Instructions:
@@ -399,6 +426,64 @@ class Step:
         self.admission.release_slot(owner[1])
         self.admission.free(owner)
 
+    # Replicas share forwards.
+
+    def _claimed(self) -> Iterator[ev.Instruction]:
+        """What this rank claims now."""
+        assert self.sharing is not None
+        for claim in self.sharing.claims_now(self.admission, is_idle=not self.ready.holds_any):
+            if isinstance(claim, ev.Grant):
+                self.readiness.grant(self.states.of(claim.task), claim.task.microbatch)
+            yield claim
+
+    def _on_offered(self, event: ev.Offered) -> Instructions:
+        self._shares(event).offer(event)
+        return tuple(self._claimed())
+
+    def _on_claimed(self, event: ev.Claimed) -> Instructions:
+        sharing = self._shares(event)
+        if not sharing.claim(event):
+            return ()
+        grant = ev.Grant(event.task, event.copy)
+        if self.states.knows(event.task):  # one of the first stage, of which this rank is a copy
+            return (grant, ev.Give(event.task, event.copy), *self._run_elsewhere(event))
+        kind, m, virtual_stage = event.task
+        peer = self.states.own[kind][virtual_stage - 1].wiring(m).peers[0]
+        return ev.Send(Task(kind, m, virtual_stage - 1), peer, copy=event.copy), grant
+
+    def _on_granted(self, event: ev.Granted) -> Instructions:
+        sharing, task = self._shares(event), event.task
+        if not self.states.knows(task) or task.kind is not F:
+            raise ProtocolError(f"{task} was granted, which is no forward of stage {self._stage} in {self.id}")
+        if event.copy != sharing.pool.copy:
+            is_home = task.virtual_stage > 0 and sharing.pool.homes[task.microbatch] == sharing.pool.copy
+            gives = (ev.Give(task, event.copy),) if is_home else ()
+            return (*gives, *self._run_elsewhere(event))
+        sharing.claims.receive(task.microbatch)
+        self.readiness.grant(self.states.of(task), task.microbatch)
+        return ()
+
+    def _run_elsewhere(self, event: ev.Claimed | ev.Granted) -> Instructions:
+        """Another copy runs all tasks of the microbatch of ``event``."""
+        assert self.sharing is not None
+        _, m, virtual_stage = event.task
+        self.sharing.claims.grant(m, event.copy)
+        kinds = [state for states in self.states.own.values() if (state := states.get(virtual_stage)) is not None]
+        for state in kinds:
+            state.is_available[m] = True
+        self.num_tasks -= len(kinds)
+        self.unfinished[virtual_stage] -= len(kinds)
+        instructions = [*self._claimed()]
+        if not self.unfinished[virtual_stage]:
+            instructions.append(ev.ReduceChunk(virtual_stage))
+        return self._and_finish(instructions)
+
+    def _shares(self, event: ev.Offered | ev.Claimed | ev.Granted) -> Sharing:
+        m = event.task.microbatch
+        if self.sharing is None or not 0 <= m < self.id.microbatches:
+            raise ProtocolError(f"stage {self._stage} received {event}, and shares no such forward in {self.id}")
+        return self.sharing
+
     def _on_chunk_reduced(self, event: ev.ChunkReduced) -> Instructions:
         virtual_stage = event.virtual_stage
         if virtual_stage not in self.unreduced or self.unfinished[virtual_stage]:
@@ -422,6 +507,9 @@ HANDLERS: dict[type, Callable[[Step, Any], Instructions]] = {
     ev.Completed: Step._on_completed,
     ev.SendReleased: Step._on_send_released,
     ev.Consumed: Step._on_consumed,
+    ev.Offered: Step._on_offered,
+    ev.Claimed: Step._on_claimed,
+    ev.Granted: Step._on_granted,
     ev.BegunReported: lambda step, event: step.pauses.begun_reported(event),
     ev.PauseBegun: lambda step, event: step.pauses.begin(),
     ev.PauseEnded: lambda step, event: step.pauses.end(),

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from rrfp.core import events as ev
+from rrfp.core.claims import Sharing
 from rrfp.core.event_history import StepEvents
 from rrfp.core.stage_core import StageCore
 from rrfp.core.step import Step
@@ -72,6 +73,7 @@ def describe(
         *([] if dispute is None else [f"{core.graph.text_of(dispute[0])} ({dispute[1]})"]),
         *(describe_task(core, topology, entry) for entry in tasks),
         *(_describe_credit(core, topology, output, stages) for output, stages in unconsumed(core, most)),
+        *islice(_unclaimed(core), most),
     ]
 
 
@@ -105,7 +107,7 @@ def _waiting(core: StageCore, step: Step, task: Task, ordered: frozenset[Task]) 
     unreported = step.group.unreported(task)
     unmeasured: tuple[tuple[int, Task], ...] = ()
     cause = None
-    if absent:
+    if absent or (step.sharing is not None and task.kind is F and not step.sharing.claims.is_own(task.microbatch)):
         cause = WaitCause.INPUT
     elif unreported or (core.group.follows and task not in ordered):
         cause = WaitCause.ORDER
@@ -124,6 +126,8 @@ def _unmeasured(core: StageCore, step: Step) -> Iterator[tuple[int, Task]]:
 
 def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
     match entry.cause:
+        case WaitCause.INPUT if core.step is not None and (sharing := core.step.sharing) is not None:
+            return _shared_debt(core, topology, entry.task, sharing)
         case WaitCause.INPUT:
             return ", ".join(_debt(core, topology, entry.task, producer) for producer in entry.absent)
         case WaitCause.ORDER if core.group.follows:
@@ -152,6 +156,27 @@ def _debt(core: StageCore, topology: Topology, task: Task, producer: Task) -> st
     if (producer.kind, producer.virtual_stage) == (task.kind, task.virtual_stage):
         return f"{core.graph.text_of(producer)} comes first: forced order"
     return f"{core.graph.text_of(producer)} owed by {_owner(topology, core.graph.stage_of[producer.virtual_stage])}"
+
+
+def _shared_debt(core: StageCore, topology: Topology, task: Task, sharing: Sharing) -> str:
+    """Who owes the input of ``task`` where replicas share forwards."""
+    m, claims = task.microbatch, sharing.claims
+    if task.kind is F:
+        stage, holder = max(0, core.stage - 1), claims.holders[m]
+        if holder < 0:
+            return f"offered by no copy of stage {stage}"
+        what = "claimed from" if claims.is_asked(m) else "given by" if claims.is_own(m) else "not claimed from"
+        return f"{what} {topology.name_of(topology.rank_of(stage, holder))}"
+    if not claims.is_own(m):
+        return "its forward runs here, or on another copy"
+    return f"{core.graph.text_of(Task(task.kind, m, task.virtual_stage + 1))} owed by a copy of stage {core.stage + 1}"
+
+
+def _unclaimed(core: StageCore) -> Iterator[str]:
+    """Where replicas share forwards, those whose inputs lie here."""
+    sharing = None if core.step is None or core.step.finished else core.step.sharing
+    for task in () if sharing is None else sharing.unclaimed():
+        yield f"a claim for {core.graph.text_of(task)} (by a copy of stage {core.graph.stage_of[task.virtual_stage]})"
 
 
 def _owner(topology: Topology, stage: int) -> str:

@@ -99,9 +99,15 @@ class Topology:
         places = (MeshPosition(self.stage, self.replica, member) for member in range(self.members))
         return tuple(map(self.mesh.rank, places))
 
-    def rank_of(self, stage: int) -> int:
-        """The rank of ``stage`` that this process exchanges tensors with: of the same replica, and the same member."""
-        return stage if self._has_one_rank_a_stage else self.mesh.rank(MeshPosition(stage, self.replica, self.member))
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """The rank of ``stage`` that this process exchanges tensors with: of the same replica, and the same member.
+
+        Args:
+            stage: 0..stages-1.
+            replica: another replica, where replicas share forwards.
+        """
+        own = self.replica if replica is None else replica
+        return stage if self._has_one_rank_a_stage else self.mesh.rank(MeshPosition(stage, own, self.member))
 
     def place_of(self, rank: int) -> MeshPosition:
         """Where ``rank`` is."""

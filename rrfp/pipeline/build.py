@@ -48,7 +48,7 @@ from rrfp.pipeline.options import OptionArguments, Options, common_options, seed
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.plugins import name_of
 from rrfp.runtime.context import RankSettings
-from rrfp.runtime.control_tree import data_peers, peers
+from rrfp.runtime.control_tree import Shares, data_peers, peers
 from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.start.failed_start import FailedStarts
@@ -101,6 +101,21 @@ def check_sharing(topology: Topology, *, has_parts: bool) -> None:
         )
     if has_parts:
         raise ConfigError("share_replicas is set, must be False for a graph of parts, whose batches it cannot deal yet")
+
+
+def check_claims(options: Options, graph: TaskGraph, method: DispatchMethod) -> None:
+    """Raise a ConfigError where replicas cannot share forwards."""
+    chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
+    if chunks > 1:
+        raise ConfigError(f"chunks is {chunks}, must be 1 with share_replicas=True; 'dealt' takes any number")
+    if options.order == "natural":
+        raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: whoever is free takes the next")
+    if method.strict is not None:
+        raise ConfigError(
+            f"strict is {method.strict!r}, must be None with share_replicas=True: no order is known before"
+        )
+    if (wrong := method.unfit_for_claims) is not None:
+        raise ConfigError(f"limit {wrong}, must count microbatches and not change with share_replicas=True")
 
 
 def announce(
@@ -204,6 +219,8 @@ class RankBuilder:
         self._method.check(partition.graph, topologies)
         if options.share_replicas:
             check_sharing(topologies[0], has_parts=partition.model is not None)
+        if options.share_replicas is True:
+            check_claims(options, partition.graph, self._method)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
         check_initialised(modules, partition.text_of)
@@ -338,11 +355,11 @@ class RankBuilder:
             announce(options, self._method, graph, topology, rank.device)
         ties = handshake.ties
         seeds = self._replica_seeds(topology)
-        shares = seeds is not None
+        shares = Shares.NOTHING if seeds is None else Shares(options.share_replicas)
         context = replace(
             context,
-            peers=peers(graph, topology, ties, shares=shares),
-            data_peers=data_peers(graph, topology, ties, shares=shares),
+            peers=peers(graph, topology, ties, shares),
+            data_peers=data_peers(graph, topology, ties, shares),
         )
         is_led = options.coordination == "leader"
         group = GroupMembership(topology.member, topology.members) if is_led else GroupMembership()
@@ -375,6 +392,7 @@ class RankBuilder:
                 self._method.followed_limits(graph),
                 options.event_log,
                 seeds,
+                shares is Shares.FORWARDS,
             ),
         )
 

@@ -92,6 +92,14 @@ class DispatchMethod:
         limit = Limit.resolve(self._limit, 0, 1)
         return limit if limit.auto else None
 
+    @property
+    def unfit_for_claims(self) -> str | None:
+        """What keeps replicas from sharing forwards under the limit, if anything does."""
+        limit = Limit.resolve(self._limit, 0, 1)
+        if limit.auto:
+            return "is 'auto'"
+        return None if limit.bytes is None else f"has bytes {limit.bytes}"
+
     def check(self, graph: TaskGraph, topologies: Sequence[Topology] = ()) -> None:
         """Raise a ConfigError where a schedule, or the limit, does not fit the graph and the ranks."""
         if self._replay is not None:

@@ -35,7 +35,7 @@ LaneFactory = Callable[[int], Lane]
 DataSecurity = Literal["encrypted", "plain"]
 
 #: Whether replicas run microbatches of one another, and how they share them out.
-Sharing = Literal[False, "dealt"]
+Sharing = Literal[False, True, "dealt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _is_sharing(value: Any) -> bool:
-    return value is False or value == "dealt"
+    return value is False or value is True or value == "dealt"
 
 
 def _is_placement(value: Any) -> bool:
@@ -288,11 +288,12 @@ class Options:
     stages those of the copies of a tie, so that one which an optimizer changed on some of them only ends the run with
     its name. 0 or None: never; before the first sum all are compared in any case."""
 
-    share_replicas: Annotated[Sharing, Option("False or 'dealt'", _is_sharing).common()] = False
+    share_replicas: Annotated[Sharing, Option("False, True or 'dealt'", _is_sharing).common()] = False
     """``"dealt"``: from the fourth training step on, replicas run as many microbatches each as keeps the step short, by
     the durations that they measured in the last steps, whichever replica's caller has them. So a slow rank does not
-    slow the replicas without it. Losses, weights and random numbers stay those of the caller's microbatches; see
-    docs/how-to/slow-replica.md."""
+    slow the replicas without it. True: each rank claims the forwards that it runs from all replicas, while the step
+    runs; so a stage's ranks share its work, though several are slow, or one has just become so. Losses, weights and
+    random numbers stay those of the caller's microbatches; see docs/how-to/slow-replica.md."""
 
     coordination: Annotated[Coordination, _one_of(Coordination).common()] = "leader"
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's

@@ -38,6 +38,8 @@ class Plan:
     #: The first layer of each virtual stage but the first, and how many layers the model has; None: as it is cut.
     cuts: tuple[int, ...] | None = None
     layers: int | None = None
+    #: Stages whose modules should recompute their forward in backward; a pipeline cannot see whether they do.
+    recompute: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, spec: PlanSpec) -> Self:
@@ -63,6 +65,8 @@ class Plan:
             Limit.resolve(self.limit, 0, self.stages)
         except ConfigError as fault:
             raise error("", str(fault)) from None
+        if any(stage >= self.stages for stage in self.recompute):
+            raise error("recompute", f"is {list(self.recompute)}, must be stages in 0..{self.stages - 1}")
         if (self.cuts is None) != (self.layers is None):
             raise error("cuts", "and layers must both be given, or None")
         if self.cuts is not None and self.layers is not None:
@@ -74,7 +78,8 @@ class Plan:
     def to_plain(self) -> dict[str, Any]:
         """The field of the file."""
         plain = {name: getattr(self, name) for name in _READERS}
-        return {**plain, "limit": plain_limit(self.limit), "cuts": None if self.cuts is None else list(self.cuts)}
+        cuts = None if self.cuts is None else list(self.cuts)
+        return {**plain, "limit": plain_limit(self.limit), "cuts": cuts, "recompute": list(self.recompute)}
 
     @property
     def where(self) -> Placement:
@@ -115,10 +120,10 @@ def _layout(field: str, value: object, *, error: MakeError) -> Any:
     return value
 
 
-def _cuts(field: str, value: object, *, error: MakeError) -> tuple[int, ...]:
+def _numbers(least: int, what: str, field: str, value: object, *, error: MakeError) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise error(field, f"is {shown(value)}, must be a list of layer numbers")
-    return tuple(whole(field, each, 1, error=error) for each in value)
+        raise error(field, f"is {shown(value)}, must be a list of {what} numbers")
+    return tuple(whole(field, each, least, error=error) for each in value)
 
 
 _READERS: dict[str, Reader] = {
@@ -128,6 +133,7 @@ _READERS: dict[str, Reader] = {
     "hint": text,
     "limit": read_limit,
     "split": flag,
-    "cuts": partial(or_none, _cuts),
+    "cuts": partial(or_none, partial(_numbers, 1, "layer")),
     "layers": partial(or_none, partial(whole, least=1)),
+    "recompute": partial(_numbers, 0, "stage"),
 }

@@ -195,6 +195,8 @@ class RankSettings:
     event_log: str | os.PathLike[str] | None = None
     #: Where replicas share microbatches, the seeds of their random numbers.
     replica_seeds: Sequence[int] | None = None
+    #: Whether they share forwards, each rank for itself.
+    claims: bool = False
 
 
 @dataclass(frozen=True, slots=True)

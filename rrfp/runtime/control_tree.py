@@ -11,6 +11,7 @@ Ranks whose numbers follow each other are connected too: if one dies, the others
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import Enum
 
 from rrfp.compute.gradients.ties import Tie
 from rrfp.model.graph import TaskGraph
@@ -51,9 +52,19 @@ def towards(rank: int, other: int) -> int:
     return (rank - 1) // 2
 
 
-def peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), *, shares: bool = False) -> tuple[int, ...]:
+class Shares(Enum):
+    """What replicas run of one another."""
+
+    NOTHING = False
+    MICROBATCHES = "dealt"
+    FORWARDS = True
+
+
+def peers(
+    graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), shares: Shares = Shares.NOTHING
+) -> tuple[int, ...]:
     """Every rank that the one at ``topology`` is connected to, ascending; see `data_peers`."""
-    exchanging = data_peers(graph, topology, ties, shares=shares)
+    exchanging = data_peers(graph, topology, ties, shares)
     connected = {*neighbours(topology.rank, topology.world), *exchanging}
     if topology.world > topology.stages:
         connected |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
@@ -62,15 +73,13 @@ def peers(graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), *, sha
 
 
 def data_peers(
-    graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), *, shares: bool = False
+    graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), shares: Shares = Shares.NOTHING
 ) -> tuple[int, ...]:
-    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending.
-
-    ``shares``: whether replicas share microbatches.
-    """
-    next_to = {topology.rank_of(stage) for stage in graph.neighbours(topology.stage)}
+    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending."""
+    replicas = range(topology.replicas) if shares is Shares.FORWARDS else (topology.replica,)
+    next_to = {topology.rank_of(stage, r) for stage in graph.neighbours(topology.stage) for r in replicas}
     tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
-    alike = set(topology.mesh.counterparts(topology.rank)) if shares else set[int]()
+    alike = set(topology.mesh.counterparts(topology.rank)) if shares is not Shares.NOTHING else set[int]()
     return tuple(sorted((next_to | tied | alike) - {topology.rank}))
 
 

@@ -78,7 +78,7 @@ class CoreDriver:
         program: StageProgram,
         settings: RankSettings,
     ) -> None:
-        self.messenger = Messenger(context, self.on_event)
+        self.messenger = Messenger(context, self.on_event, all_replicas=settings.claims)
         self.executor = LaneExecutor(context, program, self._on_completed)
         self.gradients = GradientFinalizer(
             context, program, self.executor, self.messenger.send, settings.reduce, settings.ties
@@ -106,7 +106,7 @@ class CoreDriver:
         if settings.limits is not None:
             self.follower = LimitFollower(context.topology, settings.limits, self.messenger.post, _loop_time)
             echoes = {MessageKind.ECHO: self.follower.on_message}
-        self._performers: Mapping[type, Callable[[Any], None]] = {
+        self._performers: dict[type, Callable[[Any], None]] = {
             ev.Send: self.messenger.send_soon if self.follower is None else self._send_beside_echo,
             ev.Preview: self._preview,
             ev.ReportBegun: self.messenger.send_soon,
@@ -151,6 +151,10 @@ class CoreDriver:
             on_message = self._agreement.on_message
         return dict.fromkeys(GROUP_KINDS, lambda message: on_message(*link.read(message)))
 
+    def add_performers(self, performers: Mapping[type, Callable[[Any], None]]) -> None:
+        """Instructions of these types are for other parts."""
+        self._performers.update(performers)
+
     def dispute(self) -> tuple[Task, str] | None:
         """A task that is ready and does not start because the group disagrees, and why."""
         return None if self._agreement is None else self._agreement.dispute
@@ -178,7 +182,7 @@ class CoreDriver:
                 limit = self.follower.microbatches
             opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit, byte_room)
             self.arbiter.kick()
-            self._apply(ev.StepOpened(*opened))
+            self._apply(ev.StepOpened(*opened, plan.pool))
 
     # Events to the core, its instructions to I/O.
 

@@ -30,15 +30,22 @@ _CHANNELS = {kind: Channel.FORWARD if side is Side.AFTER else Channel.BACKWARD f
 
 
 class Messenger:
-    """Sends and receives for one rank; ``on_event`` takes events to the core."""
+    """Sends and receives for one rank; ``on_event`` takes events to the core.
 
-    def __init__(self, context: RankContext, on_event: Callable[[ev.Event], None]) -> None:
+    ``all_replicas``: whether outputs may come from any replica.
+    """
+
+    def __init__(
+        self, context: RankContext, on_event: Callable[[ev.Event], None], *, all_replicas: bool = False
+    ) -> None:
         self.sent = 0
         self.received = 0
         topology = context.topology
         #: Where tensors go, by stage, and where they come from.
         self._ranks = [topology.rank_of(stage) for stage in range(topology.stages)]
         self._stages = {rank: stage for stage, rank in enumerate(self._ranks)}
+        if all_replicas:
+            self._stages = {rank: topology.place_of(rank).stage for rank in range(topology.world)}
         self._topology = topology
         self._transport = context.transport
         self._at_once = sending_at_once(context.transport)
@@ -128,12 +135,16 @@ class Messenger:
             raise self._naming(rank, error)  # noqa: B904 - it has its cause
 
     def on_output(self, message: Message) -> None:
+        self._on_event(self.received_output(message))
+
+    def received_output(self, message: Message) -> ev.Arrived:
+        """The arrival of an OUTPUT, whose tensors are in the mailbox then."""
         step, task, stage = self._subject(message)
         consumed = message.body.get("consumed")
         num_bytes = message.num_bytes
         self._mailbox.unpack(task, message.tensors, message.body)
         self._recorder.arrived(stage, task, num_bytes)
-        self._on_event(ev.Arrived(step, task, num_bytes, consumed if isinstance(consumed, int) else None))
+        return ev.Arrived(step, task, num_bytes, consumed if isinstance(consumed, int) else None)
 
     def on_consumed(self, message: Message) -> None:
         step, task, stage = self._subject(message)
@@ -197,7 +208,7 @@ class Messenger:
         message = Message(_CHANNELS[task.kind], MessageKind.OUTPUT, self._activity.step, task, tensors, body)
         self._recorder.sent(send.peer, task, message.num_bytes)
         self._count(message)
-        peer = self._ranks[send.peer]
+        peer = self._ranks[send.peer] if send.copy is None else self._topology.rank_of(send.peer, send.copy)
         if self._send_at_once(peer, message):
             self._on_event(ev.SendReleased(task, send.peer))
         else:

@@ -30,6 +30,7 @@ from rrfp.runtime.statistics import RankStatistics, explain_shortage
 from rrfp.runtime.steps.dealer import Dealer
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
+from rrfp.runtime.steps.sharer import ForwardSharer
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
 from rrfp.trace.spans import StageSlots, StepTrace
@@ -65,11 +66,16 @@ class StageRunner:
         self._all_gather = TreeAllGather(topology.rank, topology.world, driver.messenger.post)
         self._reporter = StepReporter(context, core, self._all_gather, driver.follower)
         self._dealer: Dealer | None = None
-        if settings.replica_seeds is not None:
-            self._dealer = Dealer(
-                context, program, settings.replica_seeds, self._all_gather, driver.messenger, driver.executor
-            )
-            self._reporter.observe = self._dealer.observe
+        self._sharer: ForwardSharer | None = None
+        if (seeds := settings.replica_seeds) is not None:
+            parts = program, seeds, self._all_gather, driver.messenger, driver.executor
+            if settings.claims:
+                self._sharer = ForwardSharer(context, core, driver.on_event, *parts)
+                driver.add_performers(self._sharer.performers)
+                self._reporter.observe = self._sharer.observe
+            else:
+                self._dealer = Dealer(context, *parts)
+                self._reporter.observe = self._dealer.observe
         self.health = HealthMonitor(context, driver, self._all_gather, settings)
         self._saver = TraceSaver(context, self._all_gather, driver.executor, settings.trace_steps)
 
@@ -89,6 +95,8 @@ class StageRunner:
         }
         if self._dealer is not None:
             handlers[MessageKind.MICROBATCH] = self._dealer.on_message
+        if self._sharer is not None:
+            handlers.update(self._sharer.handlers)
         try:
             await context.transport.start()
             await context.supervisor.start(
@@ -121,10 +129,15 @@ class StageRunner:
             if self._dealer is not None:
                 plan = await self._dealer.deal(plan)
                 self._context.activity.begin_step(plan.step, plan.batch.training_step)
+            if self._sharer is not None:
+                plan = await self._sharer.share(plan)
+                self._context.activity.begin_step(plan.step, plan.batch.training_step)
             await self._share_weights(plan)
             self._driver.open_step(plan, reporter.size_correlation, reporter.byte_room)
             reporter.open(plan, self._read_losses)
             await self._driver.finished.wait()
+            if self._sharer is not None:
+                await self._sharer.settle()
             return await self._end_step(plan)
 
     async def _share_weights(self, plan: StepPlan) -> None:
@@ -142,7 +155,7 @@ class StageRunner:
         driver = self._driver
         # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks. In virtual
         # time nothing may come between two tasks that the simulator does not know.
-        is_last = self._context.lane.device is not None or self._context.time.is_virtual
+        is_last = self._context.lane.device is not None or self._context.time.is_virtual or self._sharer is not None
         await (driver.finished if is_last else driver.outputs_complete).wait()
         return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
 
@@ -161,13 +174,13 @@ class StageRunner:
             self._reporter.report(plan, trace),
             step=plan.batch.training_step,
             mode=step.mode,
-            microbatches=step.microbatches if deal is None else deal.given(self.topology.replica),
+            microbatches=plan.given(self.topology.replica),
             loss=losses.loss,
             losses=losses.by_microbatch,
             part_losses=losses.by_part,
             trace=trace,
             outputs=self._program.outputs(),
-            dealt=() if deal is None else deal.counts,
+            dealt=losses.ran if deal is None else deal.counts,
         )
 
     async def settle(self) -> None:

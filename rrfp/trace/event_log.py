@@ -2,7 +2,7 @@
 
     {"rrfp events": 1, "rank": 1, "mesh": {...}, "why": "...", "stage": 1, "graph": {...}, ...}
     {"known": {"step": 6, ...}, "open": true, "order": null}     a step begins: what the core knew before it
-    ["StepOpened", 6, "train", 4, null, null, null, null, null]       an event: its name, and its fields in order
+    ["StepOpened", 6, "train", 4, null, null, null, null, null, null] an event: its name, and its fields in order
     ["Arrived", [6, "train", 4], "F0@0", 4096, null]
     {"state": {...}}                                                  what came of them
 
@@ -130,6 +130,8 @@ def _plain(value: Any) -> Any:
             return [value.microbatches, [sorted(skipped) for skipped in value.skipped]]
         case Origin():
             return [value.stage, value.task, value.cause, value.rank]
+        case ev.Pool():
+            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces]]
     return value
 
 
@@ -236,6 +238,13 @@ def _origin(field: str, value: Any) -> Origin:
     return Origin(whole(field, stage), task, text(field, cause), rank)
 
 
+def _pool(field: str, value: Any) -> ev.Pool:
+    copy, copies, homes, depth, paces = value
+    numbers = (whole(field, each, 0) for each in homes)
+    seconds = (number(field, each, 0) for each in paces)
+    return ev.Pool(whole(field, copy, 0), whole(field, copies, 1), (*numbers,), whole(field, depth, 1), (*seconds,))
+
+
 #: How a field of each type is read.
 _READERS: Mapping[Any, Callable[..., Any]] = {
     int: whole,
@@ -245,6 +254,7 @@ _READERS: Mapping[Any, Callable[..., Any]] = {
     StepId: _step_id,
     Visits: _visits,
     Origin: _origin,
+    ev.Pool: _pool,
     Hashable: whole,
     tuple[float, ...]: lambda field, value: tuple(number(field, each) for each in value),
 }
@@ -260,8 +270,9 @@ def _event(name: str, values: Sequence[Any]) -> Any:
     if kind is None:
         raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
     hints = _fields_of(kind)
-    if kind is ev.StepOpened and len(hints) - 3 < len(values) < len(hints):
-        values = [*values, *[None] * (len(hints) - len(values))]  # rrfp 0.1 had no limit and no room of a step
+    if kind is ev.StepOpened and len(hints) - 4 < len(values) < len(hints):
+        # rrfp 0.1 had no limit, no room and no pool of a step.
+        values = [*values, *[None] * (len(hints) - len(values))]
     if len(values) != len(hints):
         raise ValueError(f"{name} has {len(values)} fields, must have {', '.join(hints)}")
     return kind(*(_field(field, hint, value) for (field, hint), value in zip(hints.items(), values, strict=True)))

@@ -72,6 +72,11 @@ class MessageKind(StrEnum):
     OUTPUT = "output"  # tensors: the output of `task`
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
     MICROBATCH = "microbatch"  # tensors: what a caller passed for `task`'s microbatch, to the replica that runs it
+    OFFERED = (
+        "offered"  # to all copies of a stage: the forward `task` may be claimed (body: copy, the sender's replica)
+    )
+    CLAIMED = "claimed"  # ... to the rank that offered it: the sender asks to run it (body: copy, its replica)
+    GRANTED = "granted"  # ... to all other copies: replica `copy` runs it
     CONSUMED = "consumed"  # forward only: the credit for `task`'s output
     BEGUN = "begun"  # the forward `task`, whose output will come, has begun (body: seconds that it is expected to take)
     ECHO = "echo"  # to a stage that reads this one's outputs, which sends it back (body: number, back)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.dispatch.arrivals import ROWS
+from benchmarks.plan.orders import KNOWLEDGE, Case, Knowledge, searched
 from benchmarks.soak.run import Sample, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +137,15 @@ def test_advise_predicts_every_job() -> None:
 
 
 @pytest.mark.long
+def test_advise_predicts_the_rows_of_the_demo() -> None:
+    figures = quick("advise", "--demo")["figures"]
+
+    rows = ["as recorded", "hint b-priority", "strict 1f1b", "split, hint bfw", "split, default hint"]
+    assert [one["job"] for one in figures] == [*rows, "split, strict zb-h1"]
+    assert all(min(one["predicted"], one["measured"]) > 0 for one in figures)
+
+
+@pytest.mark.long
 def test_plan_gains_and_predicts_moved_layers() -> None:
     [gains] = quick("plan")["gains"]
     assert gains.keys() == {"profile", "stages", "predicted", "saved", "over_1f1b", "over_zbv", "plan"}
@@ -143,6 +153,16 @@ def test_plan_gains_and_predicts_moved_layers() -> None:
     assert recorded["rank"] == 0
     assert [one["rank"] for one in planned] == [1]
     assert all(min(one["predicted"], one["measured"]) > 0 for one in (recorded, *planned))
+
+
+@pytest.mark.parametrize("knowledge", KNOWLEDGE)
+def test_an_order_is_searched_under_each_limit(knowledge: Knowledge) -> None:
+    found = searched(Case("mllm", 2, 0, knowledge, 12))
+    assert list(found.gains) == ["1f1b", "n", "2n", "bytes of 1f1b", "bytes of n"]
+    for gains in found.gains.values():
+        assert gains["all"].keys() == gains["3 tried"].keys() == {"J0", "J1", "J2", "J3"}
+        if knowledge == "exact":
+            assert gains["all"]["J0"] >= gains["3 tried"]["J0"] > -1e-9
 
 
 @pytest.mark.long

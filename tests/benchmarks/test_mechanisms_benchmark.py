@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fork_server import fork_server, printed
+from fork_server import fork_server, printed, run
 
 from benchmarks.mechanisms.coordination import TP, measured
 from benchmarks.mechanisms.figures import engine_s, rows_of, simulated
@@ -33,6 +33,7 @@ from benchmarks.tp.settings import Settings as TpSettings
 __all__ = ["fork_server"]
 
 WORKER = Path(__file__).resolve().parents[2] / "benchmarks" / "mechanisms" / "worker.py"
+RUN = WORKER.with_name("run.py")
 
 
 def steps_of(settings: Settings) -> list[Step]:
@@ -46,7 +47,9 @@ def test_blocking_stages_run_1f1b_and_wait_for_each_other(tmp_path: Path) -> Non
     measured = {step.turn.method: step for step in steps_of(settings) if step.turn.number}
     assert measured[BLOCKING].order.orders == measured[STRICT].order.orders
     for row in rows_of(settings, list(measured.values())):  # which checks that each task ran once
-        assert row.least == row.most == row.per_bound >= row.simulated_per_bound
+        assert row.per_bound_interval == (row.per_bound, row.per_bound)
+        assert row.per_bound >= row.simulated_per_bound
+        assert row.ratio_interval == (row.ratio, row.ratio)
     seconds = {name: engine_s(settings, Turn(Cell(3, "mllm", "J3"), 1, name)) for name in methods}
     assert seconds[STRICT] <= seconds[BLOCKING] < seconds[LATE_STRICT] < seconds[LATE_BLOCKING]
     for name, step in measured.items():
@@ -102,4 +105,24 @@ def test_groups_agree_in_real_processes_beside_the_engine() -> None:
     rows = list(measured(TpSettings(TP, 2, 4, 1, "mllm", "J3")))
     assert [row.method for row in rows] == ["leader, depth 2", "leader, depth 1", "agreement"]
     assert rows[0].ratio == rows[0].simulated == 1
+    assert rows[2].ratio_interval == (rows[2].ratio, rows[2].ratio)
     assert [row.paper_share is None for row in rows] == [True, True, False]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_groups_alone_leave_the_other_tables_of_a_file_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"rows": [1], "tp": [2]}))
+    [done] = run(RUN, "--quick", "--only-tp", "--json", str(file), timeout_s=150)
+    assert done.code == 0, done.errors[-4000:]
+    document = json.loads(file.read_text())
+    assert document["rows"] == [1]
+    cells = dict.fromkeys(row["cell"] for row in document["tp"])
+    assert list(cells) == ["PP 2, mllm, J3", "PP 2, llm, J0"]
+    assert [row["paper_share"] is None for row in document["tp"]] == [True, True, False, True, True, True]
+
+
+def test_groups_alone_need_a_file_that_has_the_others(tmp_path: Path) -> None:
+    [done] = run(RUN, "--only-tp", "--json", str(tmp_path / "none.json"))
+    assert (done.code, "must be with --only-tp a file that this command has written" in done.errors) == (2, True)

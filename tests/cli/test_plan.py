@@ -43,6 +43,50 @@ def test_json_is_the_file(trace: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout) == json.loads((tmp_path / "plan.json").read_text())
 
 
+def write_layers(path: Path) -> None:
+    """Four layers of which the last is long, cut between the second and the third."""
+    piece = {"names": [], "backward": 0.002, "num_bytes": 1000}
+    layers = [{**piece, "forward": seconds} for seconds in (0.001, 0.001, 0.001, 0.003)]
+    ends = {**piece, "forward": 0.0, "backward": 0.0, "num_bytes": 0}
+    split = {"stages": 2, "chunks": 1, "placement": "looped", "cuts": [2]}
+    path.write_text(json.dumps({**split, "before": ends, "layers": layers, "after": ends}))
+
+
+def test_layers_alone_do_where_nothing_has_run(tmp_path: Path) -> None:
+    write_layers(tmp_path / "layers.json")
+    arguments = ("--layers", tmp_path / "layers.json", "--out", tmp_path / "plan.json")
+    result = rrfp("plan", *arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith(
+        "layers.json: no step has run, 8 microbatches on 2 stages, hint slot-aware-pyramid, limit 2n"
+    )
+    assert lines[1].startswith("a step as the file cuts the model: predicted ")
+    assert Plan.read(tmp_path / "plan.json").cuts is not None
+    assert json.loads(rrfp("plan", *arguments, "--json").stdout)["measured"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "TRACE or --layers FILE is needed"),
+        (("--layers", "layers.json", "--steps", "8"), "--steps goes with TRACE"),
+        (("--layers", "layers.json", "--skip-first", "3"), "--skip-first goes with TRACE"),
+        (("--layers", "layers.json", "--slow-rank", "1"), "slow-rank needs TRACE"),
+        (("--layers", "layers.json", "--recomputed", "t.json"), "recomputed needs TRACE"),
+        (("--layers", "layers.json", "--out", "layers.json"), "layers.json: is read by this command"),
+    ],
+)
+def test_what_goes_with_a_trace_is_refused_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    write_layers(tmp_path / "layers.json")
+    monkeypatch.chdir(tmp_path)
+    result = rrfp("plan", *arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -25,7 +25,7 @@ def test_records_of_two_types_are_never_equal() -> None:
 
 def test_records_show_their_fields_and_match_by_position() -> None:
     event = Send(FORWARD, 1, consumed=2)
-    assert repr(event) == f"Send(task={FORWARD!r}, peer=1, consumed=2)"
+    assert repr(event) == f"Send(task={FORWARD!r}, peer=1, consumed=2, copy=None)"
     match event:
         case Send(task, peer, consumed):
             assert (task, peer, consumed) == (FORWARD, 1, 2)

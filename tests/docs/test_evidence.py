@@ -5,12 +5,30 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
-from benchmarks.evidence.blocks import BLOCKS, COMMANDS, PARITY, PEERS, less_time
+from benchmarks.evidence.blocks import BLOCKS
 from benchmarks.evidence.page import PAGES, ROOT, differing, filled
+from benchmarks.evidence.results import (
+    COMMANDS,
+    DISPATCH,
+    HINTS,
+    MECHANISMS,
+    PARITY,
+    PEERS,
+    PEERS_AGAIN,
+    PEERS_FULL,
+    REPLICAS,
+)
+from benchmarks.evidence.sentences import less
+from benchmarks.mechanisms.settings import Settings
+from benchmarks.shared.comparison import Cell, Turn
+from benchmarks.shared.figures import median_interval
+from benchmarks.shared.steps import DISTURBED_CORES
+from rrfp.engine.bound import lower_bound
 
 
 def write(root: Path, name: str, document: Any) -> None:
@@ -20,7 +38,32 @@ def write(root: Path, name: str, document: Any) -> None:
 
 
 def over_torch(profile: str, jitter: str, ratio: float) -> dict[str, Any]:
-    return {"method": "2n", "profile": profile, "jitter": jitter, "over": {"torch 1F1B": {"value": ratio}}}
+    cell = {"method": "2n", "stages": 8, "profile": profile, "jitter": jitter}
+    return {**cell, "over": {"torch 1F1B": {"value": ratio}}}
+
+
+def measured(method: str, per_bound: float, **over: tuple[float, float]) -> dict[str, Any]:
+    """A row of PP 8, llm, J3, 2% either way; ``over`` has values and what orders give, by the peer's last word."""
+    names = {"torch 1F1B" if peer == "f1b" else "torch ZBV": pair for peer, pair in over.items()}
+    return {
+        **{"method": method, "stages": 8, "profile": "llm", "jitter": "J3", "disturbed": False, "steps": 5},
+        **{"ms": 1000.0 * per_bound, "over_bound": per_bound, "low": per_bound * 0.98, "high": per_bound * 1.02},
+        **{"over_executed_order": 1.05, "over_executed_low": 1.04, "over_executed_high": 1.06},
+        **{"engine_over_bound": 1.0, "cpu_ms_task": 1.0, "end_ms": 1.5},
+        **{"held_microbatches": 8, "held_microbatches_sum": 36, "held_bytes": 1 << 20, "held_bytes_sum": 1 << 22},
+        "over": {
+            name: {"value": value, "low": value * 0.98, "high": value * 1.02, "engine": alone}
+            for name, (value, alone) in names.items()
+        },
+    }
+
+
+def run_of(*cells: dict[str, Any], aims: tuple[dict[str, Any], ...] = (), **settings: Any) -> dict[str, Any]:
+    return {"settings": {"microbatches": 32, "cores": 2, **settings}, "cells": list(cells), "aims": list(aims)}
+
+
+def aim(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
+    return {"name": f"{name}, PP 8, llm, J3", "value": value, "limit": limit, "unit": unit, "met": value <= limit}
 
 
 def test_pages_have_the_figures_of_the_result_files() -> None:
@@ -28,9 +71,25 @@ def test_pages_have_the_figures_of_the_result_files() -> None:
 
 
 def test_every_table_is_on_the_page() -> None:
-    text = PAGES[0].read_text(encoding="utf-8")
-    assert sorted(re.findall(r"<!-- figures: ([\w-]+) -->", text)) == sorted(BLOCKS)
-    assert text.count("<!-- end -->") == len(BLOCKS)
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sorted(name for text in texts for name in re.findall(r"<!-- figures: ([\w-]+) -->", text)) == sorted(BLOCKS)
+    assert sum(text.count("<!-- end -->") for text in texts) == len(BLOCKS)
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
+    for page in PAGES:
+        head = 0
+        for line in page.read_text(encoding="utf-8").splitlines():
+            cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+            assert not head or not cells or cells == head, line
+            head = cells
+
+
+def test_no_percentage_or_time_of_the_page_about_when_is_typed() -> None:
+    [page] = [page for page in PAGES if page.name == "when.md"]
+    typed = re.sub(r"<!--= .*?<!--/-->", "", page.read_text(encoding="utf-8"))
+    figures = re.findall(r"[\d.]+(?:%| ?ms\b|x\b)", typed)
+    assert set(figures) == {"5%"}  # a rule of thumb
 
 
 def test_a_typed_figure_is_replaced() -> None:
@@ -48,14 +107,122 @@ def test_without_its_result_file_a_table_names_the_command_that_writes_it(tmp_pa
 
 
 def test_a_sentence_has_the_range_over_the_cells_of_its_profile(tmp_path: Path) -> None:
-    text = "takes <!--= less 2n | torch 1F1B | mllm -->1%<!--/--> less"
+    text = "takes <!--= less 2n; torch 1F1B; mllm -->1%<!--/--> less"
     assert filled(text, tmp_path) == text  # no result file
     cells = [over_torch("mllm", "J0", 0.744), over_torch("mllm", "J3", 0.69), over_torch("llm", "J0", 0.95)]
     write(tmp_path, PEERS, {"cells": cells})
     assert filled(text, tmp_path) == text.replace(">1%<", ">26 to 31%<")
-    assert less_time(tmp_path, "2n", "torch 1F1B", "llm") == "5%"
+    assert less(tmp_path, "2n", "torch 1F1B", "llm") == "5%"
     with pytest.raises(KeyError, match="no cell of n, mllm"):
-        less_time(tmp_path, "n", "torch 1F1B", "mllm")
+        less(tmp_path, "n", "torch 1F1B", "mllm")
+    write(tmp_path, PEERS_FULL, {"cells": [{**over_torch("mllm", "J0", 0.8), "method": "n"}]})
+    assert less(tmp_path, "n", "torch 1F1B", "mllm") == "20%"
+
+
+def test_sentences_have_figures_of_every_result_file(tmp_path: Path) -> None:
+    cells = [{"method": "n", "limit": "2N", "profile": "llm", "jitter": "J3", "above": {"mean": v}} for v in (10, 11)]
+    write(tmp_path, HINTS, {"cells": [*cells, {**cells[0], "jitter": "J2"}]})
+    rows = [{"kind": "J0", "factor": 2.0, "dealt": dealt, "plain": 1.9} for dealt in (1.08, 1.26)]
+    write(tmp_path, REPLICAS, {"rows": [*rows, {"kind": "uneven", "factor": 1.0, "dealt": 0.9}]})
+    write(tmp_path, DISPATCH, {"arrivals": {"started, shm": {"p50": 0.00035, "p90": 0.00055}}})
+    write(tmp_path, PEERS, {"cells": [{"method": "n", "over_executed_order": each} for each in (1.05, 1.0625)]})
+
+    def figure(what: str) -> str:
+        return filled(f"<!--= {what} -->?<!--/-->", tmp_path).removeprefix(f"<!--= {what} -->").removesuffix("<!--/-->")
+
+    assert figure("above n; 2N; llm; J3") == "10.5%"
+    assert figure("slowed dealt; J0; 2") == "8 to 26%"
+    assert figure("slowed plain; J0; 2") == "90%"
+    assert figure("gained dealt; uneven") == "10%"
+    assert figure("started") == "0.35 ms, nine in ten at most 0.55 ms,"
+    assert figure("overhead n") == "5.0 to 6.2%"
+    assert figure("paper mllm") == "2.77x"
+
+
+def test_a_second_run_stands_beside_the_first_and_what_is_apart_has_a_reason(tmp_path: Path) -> None:
+    peers = measured("torch 1F1B", 1.2), measured("Megatron 1F1B", 1.2)
+    write(tmp_path, PEERS, run_of(*peers, measured("n", 1.0, f1b=(0.83, 0.8))))
+    assert BLOCKS["peers-twice"](tmp_path) == f"`{PEERS_AGAIN}` is missing: `{COMMANDS[PEERS_AGAIN]}` writes it."
+    slower = measured("torch 1F1B", 1.2 * 1.1), measured("Megatron 1F1B", 1.2 * 1.1)
+    write(tmp_path, PEERS_AGAIN, run_of(*slower, measured("n", 1.01, f1b=(0.765, 0.8))))
+
+    lines = BLOCKS["peers-twice"](tmp_path).splitlines()
+
+    assert "| PP 8, llm, J3 | 1.100 (1.010 to 1.100) | 1 of 3 | 0.922 (0.922 to 0.922) | 0 of 1 |" in lines
+    apart = [line.split(" | ")[1:] for line in lines[lines.index("Apart:") :] if line.startswith("| PP 8")]
+    assert [row[0] for row in apart] == ["torch 1F1B / bound", "Megatron 1F1B / bound", "n / torch 1F1B"]
+    assert apart[0][3:] == ["0.070", "the steps of all methods took 1.100 times as long |"]
+    assert apart[2][1:4] == ["0.830 [0.813-0.847]", "0.765 [0.750-0.780]", "0.033"]
+    assert apart[2][4] == "n's step took 1.010 times as long, the median method's 1.100 |"
+
+
+def test_runs_within_their_intervals_have_nothing_apart(tmp_path: Path) -> None:
+    run = run_of(measured("torch 1F1B", 1.2), measured("n", 1.0, f1b=(0.83, 0.8)), began="2026-01-02 03:04 UTC")
+    for name in (PEERS, PEERS_AGAIN):
+        write(tmp_path, name, run)
+    text = BLOCKS["peers-twice"](tmp_path)
+    assert "The first run began at 2026-01-02 03:04 UTC, the second at 2026-01-02 03:04 UTC." in text
+    assert "| 1.000 (1.000 to 1.000) | 2 of 2 | 1.000 (1.000 to 1.000) | 1 of 1 |" in text
+    assert "Apart" not in text
+
+
+def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
+    own = measured("n", 1.0, f1b=(0.83, 0.8), zbv=(0.9, 0.91))
+    v = measured("V, n", 0.9, f1b=(0.8, 0.7), zbv=(0.97, 1.0))
+    first = run_of(
+        *(measured("torch 1F1B", 1.2), measured("torch ZBV", 1.1), own, v),
+        aims=(
+            aim("n, over own order, beyond the peer's", 0.4, 0, "points"),
+            aim("n, CPU a task, of the peer's", 105, 100, "%"),
+            aim("n, time over the peer's, of the orders' alone (tolerated)", 103.8, 103, "%"),
+            aim("V, n, time, of torch ZBV's", 97, 95, "%"),
+            aim("n, step end", 1.5, 2, "ms"),
+        ),
+    )
+    write(tmp_path, PEERS, first)
+    write(tmp_path, PEERS_AGAIN, {**first, "aims": [aim("n, CPU a task, of the peer's", 99, 100, "%")]})
+
+    text = BLOCKS["peers-missed"](tmp_path)
+
+    assert "Aims that are met: 1 of 5 and 1 of 1." in text
+    assert "occurs in 1 cell." in text
+    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in text.splitlines() if line.startswith("| n, ")}
+    assert rows["n, CPU a task, of the peer's"] == [
+        *("PP 8, llm, J3", "100%", "105.00% NO", "99.00%"),
+        "a step takes 0.77 s of processor time, torch ZBV's 1.54 s, for 768 tasks beside 1,536 that are shorter; "
+        "its processes keep 0.77 of 2 cores busy, torch ZBV's 1.40 |",
+    ]
+    lost = "1.050 [1.040-1.060] of its own order, torch 1F1B 1.050 [1.040-1.060]"
+    assert rows["n, over own order, beyond the peer's"][4] == f"{lost}: the aim is within these intervals |"
+    behind = rows["n, time over the peer's, of the orders' alone (tolerated)"][4]
+    assert behind.startswith("over torch 1F1B 0.830 [0.813-0.847], by the orders alone 0.800; a step takes")
+    [zbv] = [line for line in text.splitlines() if line.startswith("| V, n, time, of torch ZBV's")]
+    assert zbv.endswith("over torch ZBV 0.970 [0.951-0.989], by the orders alone 1.000: the aim asks for more |")
+
+
+def test_of_a_run_that_goes_on_the_finished_cells_are_shown_and_counted(tmp_path: Path) -> None:
+    write(tmp_path, PEERS_FULL, run_of(measured("torch 1F1B", 1.2), asked=16))
+    text = BLOCKS["peers-full"](tmp_path)
+    assert text.startswith("1 of 16 cells have all their steps, and are shown.\n\nPP 8, llm, J3:\n")
+    assert "| torch 1F1B | 1.200 [1.176-1.224] |" in text
+
+
+def test_the_figures_of_mechanisms_follow_from_the_steps_in_their_file() -> None:
+    document = json.loads((ROOT / MECHANISMS).read_text())
+    settings, steps = Settings.from_json(json.dumps(document["settings"])), dict[tuple[str, str], dict[int, Any]]()
+    for step in document["steps"]:
+        cell = Cell(step["stages"], step["profile"], step["jitter"])
+        bound = lower_bound(settings.reference(Turn(cell, step["round"], step["method"])), None)
+        steps.setdefault((str(cell), step["method"]), {})[step["round"]] = {**step, "bound": bound}
+    for row in document["rows"]:
+        own, other = (steps[row["cell"], row[name]] for name in ("method", "base"))
+        used = [n for n in own if max(own[n]["others"], other[n]["others"]) <= DISTURBED_CORES]
+        per_bound = [own[n]["seconds"] / own[n]["bound"] for n in used]
+        ratios = [own[n]["seconds"] / other[n]["seconds"] for n in used]
+        assert (row["rounds"], row["is_disturbed"]) == (len(used), False)
+        for name, values in (("per_bound", per_bound), ("ratio", ratios)):
+            assert row[name] == pytest.approx(median(values))
+            assert row[f"{name}_interval"] == pytest.approx(median_interval(values))
 
 
 def test_of_losses_the_summary_counts_trainings_with_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -70,5 +237,5 @@ def test_of_losses_the_summary_counts_trainings_with_the_bits_of_one_process(tmp
 
 def test_result_files_are_where_the_page_says(tmp_path: Path) -> None:
     text = PAGES[0].read_text(encoding="utf-8")
-    assert all(name in text for name in COMMANDS)
+    assert all(name in text for name in (PARITY, MECHANISMS, PEERS))
     assert (ROOT / PARITY).exists()

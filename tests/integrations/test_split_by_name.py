@@ -496,6 +496,40 @@ def test_what_a_forward_computes_of_a_buffer_follows_the_buffer() -> None:
     assert torch.equal(second.chunks[0](*first.chunks[0](x)), model(x))
 
 
+class Collecting(Plain):
+    """Its callers read beside its output what it has put into a list, or keep a table in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside: list[Any] = ["first"]
+        self.tables: dict[str, Any] = {"first": 1}
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        y = self.first(x)
+        self.beside.append(y.mean())
+        self.tables["rows"] = y.shape[0]
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+class Replacing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        self.mask = torch.ones(WIDTH, dtype=torch.double)
+        return self.second(self.first(x) * self.mask)  # type: ignore[no-any-return]
+
+
+def test_what_a_forward_collects_in_its_model_is_refused_and_taken_out_again() -> None:
+    model: Any = build(Collecting)
+    assert "(TypeError: a Collecting writes into its attribute 'beside')" in refusal(model, ["second"], check=False)
+    assert (model.beside, model.tables) == (["first"], {"first": 1})
+    model = build(Replacing)
+    assert "(TypeError: a Replacing writes into its attribute '_buffers')" in refusal(model, ["second"], check=False)
+    assert model.mask is None
+
+
 class Late(Plain):
     def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
         ones = torch.ones(WIDTH, dtype=torch.double)

@@ -22,7 +22,7 @@ LAYERS = 8
 def document(**change: Any) -> dict[str, Any]:
     plain = {
         **{"stages": 2, "chunks": 2, "placement": "v", "hint": "bf", "limit": "n", "split": True},
-        **{"cuts": [1, 3, 6], "layers": LAYERS, **change},
+        **{"cuts": [1, 3, 6], "layers": LAYERS, "recompute": [], **change},
     }
     return {"plan": plain, "rows": []}
 
@@ -82,6 +82,8 @@ def test_ranks_whose_plans_cut_the_model_differently_do_not_start() -> None:
         ({"limit": {"bytes": 5}}, {}, "plan: limit.microbatches is absent"),
         ({"cuts": [3, 1, 6]}, {}, "plan: cuts is [3, 1, 6], must be 3 ascending numbers in 1..7"),
         ({"cuts": None}, {}, "plan: cuts and layers must both be given, or None"),
+        ({"recompute": [2]}, {}, "plan: recompute is [2], must be stages in 0..1"),
+        ({"recompute": 1}, {}, "plan: recompute is 1, must be a list of stage numbers"),
         ({"split": 1}, {}, "plan: split is 1, must be True or False"),
         ({"depth": 1}, {}, "plan: 'depth' is unknown, must be one of: stages"),
     ],

@@ -83,3 +83,14 @@ def programs(slow: float = SLOW_S) -> list[Counts]:
 def steps(rank: int, pipe: BlockingPipeline) -> list[rrfp.StepResult]:
     """A body."""
     return [pipe.step(**batch_of(rank, number)) for number in range(STEPS)]
+
+
+def losses_of(replica: int, number: int) -> list[float]:
+    """Of the microbatches of a replica's caller."""
+    return [2 * (100.0 * number + 10 * replica + m) + m / 8 for m in range(GIVEN[replica])]
+
+
+def mean(number: int) -> float:
+    """The loss of a step."""
+    pairs = [(1.0 + m, loss) for replica in range(2) for m, loss in enumerate(losses_of(replica, number))]
+    return sum(weight * loss for weight, loss in pairs) / sum(weight for weight, _ in pairs)

@@ -18,13 +18,14 @@ from rrfp.model.mesh import Mesh
 from rrfp.transports.registry import TransportSpec
 
 #: Replicas that share microbatches.
-DEALT = "pp 2 x dp 2, dealt"
+DEALT, CLAIMED = "pp 2 x dp 2, dealt", "pp 2 x dp 2, claimed"
 
 MESHES = {
     "pp 4": Mesh((("pp", 4),)),
     "pp 2 x tp 2": Mesh((("pp", 2), ("tp", 2))),
     "pp 2 x dp 2": Mesh((("pp", 2), ("dp", 2))),
     DEALT: Mesh((("pp", 2), ("dp", 2))),
+    CLAIMED: Mesh((("pp", 2), ("dp", 2))),
 }
 
 #: Within this time of a failure every other rank has the error, in seconds: the promise, and a stopped one's patience.
@@ -83,8 +84,8 @@ def run(kill: Kill, folder: Path, transport: TransportSpec) -> Outcome:
     folder.mkdir()
     options: dict[str, Any] = {"transport": over_gloo if transport == "collective" else transport}
     program = programs.emulated_steps_for_ever
-    if kill.mesh == DEALT:
-        program, options["share_replicas"] = programs.dealt_steps_for_ever, "dealt"
+    if kill.mesh in (DEALT, CLAIMED):
+        program, options["share_replicas"] = programs.dealt_steps_for_ever, kill.mesh == CLAIMED or "dealt"
     ranks = Processes(folder, 4, program, kill.seconds, mesh=mesh, **options)
     try:
         for rank in range(4):

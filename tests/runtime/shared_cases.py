@@ -13,6 +13,9 @@ from rrfp.compute.split import backward as split_backward
 from rrfp.testing.reference import reference
 
 CONFIGURATIONS: list[dict[str, Any]] = [
+    {"tokens": True, "learned": True, "share_replicas": True},
+    {"hint": "bfw", "split": True, "layout": "mesh", "sized": True, "share_replicas": True},
+    {"split": True, "reduction": "sum", "tokens": True, "transport": "zmq", "limit": 1, "share_replicas": True},
     {"tokens": True, "learned": True},
     {"chunks": 2, "placement": "v", "hint": "bfw", "split": True, "layout": "mesh", "sized": True},
     {"chunks": 2, "split": True, "reduction": "sum", "tokens": True, "transport": "zmq"},
@@ -23,7 +26,7 @@ class SlowJob(Job):
     """The last stage of replica 1 is slow, and replicas share microbatches."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        options = {**options, "share_replicas": "dealt"}
+        options = {"share_replicas": "dealt", **options}
         self._sized = options.pop("sized", False)
         super().__init__(options)
         slow = self.place.replica == 1 and self.place.stage == STAGES - 1

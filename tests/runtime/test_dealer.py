@@ -10,7 +10,19 @@ import pytest
 import torch
 from compute.gloo_ranks import GOOD, outcomes
 from fork_server import fork_server
-from runtime.dealt_programs import GIVEN, MESH, QUICK_S, SLOW, STEPS, Counts, batch_of, programs, steps
+from runtime.dealt_programs import (
+    GIVEN,
+    MESH,
+    QUICK_S,
+    SLOW,
+    STEPS,
+    Counts,
+    batch_of,
+    losses_of,
+    mean,
+    programs,
+    steps,
+)
 from runtime.group_programs import aborted
 from runtime.ranks import ThreadedRanks
 from runtime.toys import loss_fn
@@ -28,16 +40,6 @@ from rrfp.runtime.steps.reports import StageReport
 from rrfp.trace.breakdown import Breakdown
 
 __all__ = ["fork_server"]
-
-
-def losses_of(replica: int, number: int) -> list[float]:
-    """Of the microbatches of a replica's caller."""
-    return [2 * (100.0 * number + 10 * replica + m) + m / 8 for m in range(GIVEN[replica])]
-
-
-def mean(number: int) -> float:
-    pairs = [(1.0 + m, loss) for replica in range(2) for m, loss in enumerate(losses_of(replica, number))]
-    return sum(weight * loss for weight, loss in pairs) / sum(weight for weight, _ in pairs)
 
 
 def run(ranks: Sequence[Counts], body: Callable[[int, BlockingPipeline], Any], **options: Any) -> ThreadedRanks:
@@ -178,7 +180,7 @@ def test_a_rank_that_fails_where_it_takes_microbatches_is_named_on_all() -> None
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"share_replicas": True}, "share_replicas is True, must be False or 'dealt'"),
+        ({"share_replicas": "all"}, "share_replicas is 'all', must be False, True or 'dealt'"),
         ({"deterministic": True}, "deterministic is True, must be False with share_replicas"),
         ({"replay": "logs"}, "replay is set, must be None with share_replicas"),
     ],

@@ -70,8 +70,9 @@ def sent() -> Mapping[MessageKind, list[Message]]:
     ThreadedRanks(programs(), steps(2), mesh=MESH, limit=rrfp.Limit(4, 1 << 30), transport=Recorded).join()
     ThreadedRanks(programs(), steps(2), mesh=MESH, coordination="agreement", depth=1, transport=Recorded).join()
     ThreadedRanks(programs(), steps(2), mesh=MESH, limit="auto", transport=Recorded).join()
-    shared: dict[str, Any] = {"mesh": dealt_programs.MESH, "share_replicas": "dealt", "transport": Recorded}
-    ThreadedRanks(dealt_programs.programs(), dealt_programs.steps, **shared).join()
+    for way in ("dealt", True):
+        shared: dict[str, Any] = {"mesh": dealt_programs.MESH, "share_replicas": way, "transport": Recorded}
+        ThreadedRanks(dealt_programs.programs(), dealt_programs.steps, **shared).join()
     checked = programs(checks={2: fails_late})
     ThreadedRanks(checked, steps(1), mesh=MESH, stall_after=STALL_S, transport=Recorded).join()
     RELEASE.clear()

@@ -24,7 +24,7 @@ def kills(seed: int, count: int, quick: int) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@kills(SEED, 6, quick=4)
+@kills(SEED, 6, quick=5)
 def test_a_rank_that_is_killed_or_stopped_is_named_by_all_others(kill: Kill, transport: str, tmp_path: Path) -> None:
     run(kill, tmp_path / "ranks", transport)
 

@@ -10,7 +10,9 @@ import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from operator import is_not
 from typing import Any
 
 import torch
@@ -153,6 +155,41 @@ class _Attribute(_Asked, fx.proxy.Attribute):
     """Stands for an attribute of one, or a method that is about to be called."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """A list, dict or set that a module holds, and what was in it."""
+
+    module: nn.Module
+    name: str
+    value: Any
+    items: Sequence[Any]
+
+    @property
+    def is_written(self) -> bool:
+        now = _items(self.value)
+        return len(now) != len(self.items) or any(map(is_not, chain(*now), chain(*self.items)))
+
+    def restored(self) -> str:
+        """Put back what was in it; returns what the forward does."""
+        self.value.clear()
+        if isinstance(self.value, list):
+            self.value.extend(item for (item,) in self.items)
+        else:
+            self.value.update(self.items if isinstance(self.value, dict) else (item for (item,) in self.items))
+        return f"a {type(self.module).__name__} writes into its attribute {self.name!r}"
+
+
+def _items(value: Any) -> list[tuple[Any, ...]]:
+    return [*value.items()] if isinstance(value, dict) else [(item,) for item in value]
+
+
+def _containers(module: nn.Module) -> Iterator[_Container]:
+    """Those that a forward may fill, buffers among them."""
+    for name, value in vars(module).items():
+        if isinstance(value, list | dict | set) and (name == "_buffers" or not name.startswith("_")):
+            yield _Container(module, name, value, _items(value))
+
+
 class _Follower(fx.Tracer):
     """Follows a forward, with symbols for the arguments ``given``; notes where the submodules ``at`` begin.
 
@@ -189,6 +226,7 @@ class _Follower(fx.Tracer):
     def follow(self, model: nn.Module) -> None:
         paths = {name[:end] for name in self._at for end, letter in enumerate(name) if letter == "."}
         before = {module: dict(vars(module)) for module in (model, *map(model.get_submodule, paths))}
+        kept = [each for module in before for each in _containers(module)]
         try:
             with _symbols_in_factories(self), _contexts_refused(self):
                 self.trace(model)
@@ -199,6 +237,9 @@ class _Follower(fx.Tracer):
             for module, attributes in before.items():
                 vars(module).clear()
                 vars(module).update(attributes)
+            written = [each.restored() for each in kept if each.is_written]
+        if written:
+            raise TypeError(written[0])
         for module, attributes in after.items():
             for name in (name for name, value in attributes.items() if before[module].get(name, self) is not value):
                 if module is not model or not name.startswith("_tensor_constant"):

@@ -92,6 +92,12 @@ def advise_file(
 
 def adviser_of(path: str, wishes: Wishes, ran: Callable[[], object], title: str | None = None) -> Adviser:
     """The steps of a trace file, replayed as they ran."""
+    name, recording, replicas = recording_of(path, wishes, title)
+    return Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran))
+
+
+def recording_of(path: str, wishes: Wishes, title: str | None = None) -> tuple[str, Recorded, list[TracedRun]]:
+    """The name of a trace file's run, its steps, and the other runs."""
     runs = read_chrome(path)
     chosen = next((run for run in runs if wishes.run in (None, run.name)), None)
     if chosen is None:
@@ -99,8 +105,7 @@ def adviser_of(path: str, wishes: Wishes, ran: Callable[[], object], title: str 
     name = title or f"{path}: {chosen.name}"
     recording = read_recording(name, chosen, skip_first=wishes.skip_first, most=wishes.steps)
     check_cores(name, recording)
-    replicas = [run for run in runs if run is not chosen]
-    return Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran))
+    return name, recording, [run for run in runs if run is not chosen]
 
 
 #: A cause: its name, where it is and how much of it there is, and the steps without it.

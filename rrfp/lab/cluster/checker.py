@@ -186,12 +186,16 @@ class RankChecker:
         if wrong := self.memory.complete(task, num_bytes):
             self.object_to(wrong)
 
+    def expected(self, step: StepId) -> set[Task]:
+        """What the rank has to run."""
+        visits = self._visits_of(step)
+        return {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
+
     def finish(self, step: StepId) -> None:
         """The core says that ``step`` is done."""
         if step != self.step:
             self.object_to(f"finished {step}")
-        visits = self._visits_of(step)
-        expected = {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
+        expected = self.expected(step)
         if undone := expected - self._completed:
             self.object_to(f"finished without {' '.join(map(str, sorted(undone)))}")
         if strange := self._completed - expected:
@@ -202,3 +206,15 @@ class RankChecker:
 
     def _runs_here(self, task: Task) -> bool:
         return self._graph.stage_of[task.virtual_stage] == self._rank.stage
+
+
+class PoolChecker(RankChecker):
+    """Checks a rank of replicas that share forwards: of a microbatch it runs all or nothing."""
+
+    def expected(self, step: StepId) -> set[Task]:
+        """What the rank has to run: all of what it has begun."""
+        every = super().expected(step)
+        if step.mode is not Mode.TRAIN:
+            return every
+        own = {task.microbatch for task in self._completed}
+        return {task for task in every if task.microbatch in own}

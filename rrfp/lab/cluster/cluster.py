@@ -9,7 +9,7 @@ arrives and when a task ends. `rrfp.lab.cluster.simulation` simulates tensor-par
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -86,8 +86,10 @@ class RankGroup(Generic[NodeT]):
         return self._present.pop((node.step.number, index))
 
 
+#: What ranks say to share forwards: see `rrfp.core.claims`.
+ClaimMessage = ev.Offered | ev.Claimed | ev.Granted
 #: What one rank sends to another.
-Content = ev.Arrived | ev.Consumed | ev.BegunReported | GroupMessage
+Content = ev.Arrived | ev.Consumed | ev.BegunReported | ClaimMessage | GroupMessage
 
 
 class Envelope(NamedTuple):
@@ -219,10 +221,15 @@ class Cluster(ABC, Generic[NodeT]):
         node.open_step(step)
         if node.agreement is not None:
             node.agreement.open_step(step)
-        self.notify(node, self.opened(step))
+        self.notify(node, self.opened_on(node, step))
         self.allow_step(self.group_of(node).take_waiting())
 
+    def opened_on(self, node: NodeT, step: StepId) -> ev.StepOpened:
+        """The event that opens ``step`` on ``node``."""
+        return self.opened(step)
+
     def opened(self, step: StepId) -> ev.StepOpened:
+        """The event that opens ``step``, on all ranks alike."""
         sizes = None if self._sizes is None else self._sizes[: step.microbatches]
         return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
 
@@ -248,7 +255,7 @@ class Cluster(ABC, Generic[NodeT]):
                 node.pauses.begun_reported(content)
         elif isinstance(content, ev.Arrived):
             node.checker.arrive(content.step, content.task)
-        elif content.step == node.step_or_none:
+        elif isinstance(content, ev.Consumed) and content.step == node.step_or_none:
             node.checker.memory.consume(content.task, content.peer)
         self.notify(node, content)
 
@@ -309,9 +316,9 @@ class Cluster(ABC, Generic[NodeT]):
     def perform(self, node: NodeT, instruction: ev.Instruction) -> None:
         """Do what the core of ``node`` asks for."""
         match instruction:
-            case ev.Send(task, peer, consumed):
+            case ev.Send(task, peer, consumed, copy):
                 arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
-                self.send(Envelope(node.rank, self._counterpart(node, peer), arrived))
+                self.send(Envelope(node.rank, self._counterpart(node, peer, copy), arrived))
                 self.release(node, ev.SendReleased(task, peer))
             case ev.ReportBegun(task, peer, seconds):
                 begun = ev.BegunReported(node.step, task, seconds)
@@ -319,6 +326,19 @@ class Cluster(ABC, Generic[NodeT]):
             case ev.Credit(peer, task):
                 consumed_here = ev.Consumed(node.step, node.rank.stage, task)
                 self.send(Envelope(node.rank, self._counterpart(node, peer), consumed_here))
+            case ev.Offer(task):
+                self._tell(node, self._copies_of(task), ev.Offered(node.step, task, node.rank.replica))
+            case ev.Claim(task, copy):
+                holder = self._counterpart(node, self._holding_stage(task), copy)
+                self._tell(node, (holder,), ev.Claimed(node.step, task, node.rank.replica))
+            case ev.Grant(task, copy):
+                others = [rank for rank in self._copies_of(task) if rank != node.rank]
+                hear = [rank for rank in others if rank.replica != copy]
+                self._tell(node, hear, ev.Granted(node.step, task, copy))
+            case ev.Give(task, copy):
+                if not task.virtual_stage:
+                    taker = self._counterpart(node, node.rank.stage, copy)
+                    self._tell(node, (taker,), ev.Granted(node.step, task, copy))
             case ev.Preview(task):
                 self.preview(node, task)
             case ev.Release(task):
@@ -332,9 +352,23 @@ class Cluster(ABC, Generic[NodeT]):
             case _:
                 raise AssertionError(f"{node.rank.name} gave {instruction}, which has no place here")
 
-    def _counterpart(self, node: NodeT, stage: int) -> Rank:
-        """The rank of another stage that ``node`` exchanges tensors with."""
-        return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage].rank
+    def _counterpart(self, node: NodeT, stage: int, copy: int | None = None) -> Rank:
+        """The rank of another stage that ``node`` exchanges tensors with; of replica ``copy``, or its own."""
+        across = 0 if copy is None else (copy - node.rank.replica) * self.members
+        return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage + across].rank
+
+    def _copies_of(self, task: Task) -> list[Rank]:
+        """All ranks of the stage of ``task``."""
+        stage = self.nodes[0].core.graph.stage_of[task.virtual_stage]
+        return [node.rank for node in self.nodes if node.rank.stage == stage]
+
+    def _holding_stage(self, task: Task) -> int:
+        """The stage whose ranks hold the inputs of ``task``, a forward."""
+        return self.nodes[0].core.graph.stage_of[max(0, task.virtual_stage - 1)]
+
+    def _tell(self, node: NodeT, ranks: Iterable[Rank], message: ClaimMessage) -> None:
+        for rank in ranks:
+            self.send(Envelope(node.rank, rank, message))
 
     def _send_to_member(self, node: NodeT, member: int, message: GroupMessage) -> None:
         self.send(Envelope(node.rank, self.nodes[node.rank - node.rank.member + member].rank, message))

@@ -2,14 +2,15 @@
 
 Anything may happen in any order that the contracts allow: messages overtake each other, ranks idle although something
 is ready, memory of sends is released late, a rank opens its next step while others are in the last one (in a group, not
-before all have opened that). Only the messages inside a group stay in order, between any two ranks. A checker counts
+before all have opened that). Only the messages inside a group, and those by which replicas share forwards, stay in
+order, between any two ranks. A checker counts
 anew on the way what every run must satisfy. Failures raise `AssertionError`.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -21,8 +22,8 @@ from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import describe, wait_line
-from rrfp.lab.cluster.checker import RankChecker
-from rrfp.lab.cluster.cluster import Cluster, Envelope
+from rrfp.lab.cluster.checker import PoolChecker, RankChecker
+from rrfp.lab.cluster.cluster import ClaimMessage, Cluster, Envelope
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.memory.admission import Limit
@@ -75,24 +76,37 @@ class RandomRun(Cluster[Node]):
         visits: Sequence[Visits] = (),
         # Makes the cores, called like `StageCore`; tests pass broken ones.
         make_core: Callable[..., StageCore] = StageCore,
+        # Copies of the pipeline; more than one share the forwards of training steps, and `hints` are by rank then.
+        replicas: int = 1,
+        # How: forwards that a rank has claimed and not begun, and how long a microbatch takes on each copy.
+        claims: int = 1,
+        paces: tuple[float, ...] = (),
     ) -> None:
         self._visits = visits
 
         def core(rank: Rank) -> StageCore:
             group = GroupMembership(rank.member, members)
-            return make_core(graph, rank.stage, hints[rank.stage], limits[rank.stage], group=group, in_order=in_order)
+            hint = hints[rank.stage if replicas == 1 else rank]
+            return make_core(graph, rank.stage, hint, limits[rank.stage], group=group, in_order=in_order)
 
         def node(rank: Rank) -> Node:
             limit, is_forced = limits[rank.stage], bool(in_order)
-            checker = RankChecker(rank, graph, limit, visits_of=self._visits_of, is_forced=is_forced)
+            make_checker = RankChecker if replicas == 1 else PoolChecker
+            checker = make_checker(rank, graph, limit, visits_of=self._visits_of, is_forced=is_forced)
             return Node(rank, core(rank), checker)
 
-        nodes = [node(rank) for rank in ranks_of(len(hints), members=members)]
+        nodes = [node(rank) for rank in ranks_of(len(limits), replicas, members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
         super().__init__(
             nodes, members=members, depth=depth, coordination="leader", coupled=False, takes_offers=takes_offers
         )
-        self._mesh = Mesh((("pp", len(hints)), ("tp", members)))
+        self._mesh = Mesh((("pp", len(limits)), ("dp", replicas), ("tp", members)))
+        self._replicas, self._claims, self._paces = replicas, claims, paces
+        #: By step, where replicas share forwards: whose caller has each microbatch.
+        self._homes: dict[int, tuple[int, ...]] = {}
+        self._graph = graph
+        #: Ranks that wait for others to open the step before theirs.
+        self._opening: list[Node] = []
         self._is_coupled = coupled and members > 1
         self._random = random.Random(seed)
         self._depth = depth
@@ -123,14 +137,29 @@ class RandomRun(Cluster[Node]):
         self.allow_step(self.nodes)
         while self._act():
             pass
-        for node in self.nodes:
-            if node.num_finished < len(self.steps):
-                topology = Topology.at(node.rank, self._mesh)
-                waits = wait_line(node.rank.name, describe(node.core, topology, most=4))
-                raise AssertionError(f"nothing can happen any longer: {waits} (idle for: {node.core.wait_cause()})")
+        waiting = [
+            (node, describe(node.core, Topology.at(node.rank, self._mesh), most=4))
+            for node in self.nodes
+            if node.num_finished < len(self.steps)
+        ]
+        if waiting:
+            node, texts = next((each for each in waiting if each[1]), waiting[0])
+            waits = f"{wait_line(node.rank.name, texts)} (idle for: {node.core.wait_cause()})"
+            raise AssertionError(f"nothing can happen any longer: {waits}")
         for node in self.nodes:
             leader = self.group_of(node).nodes[0]
             assert node.orders == leader.orders, f"{node.rank.name} runs another order than its leader"
+        if self._replicas > 1:
+            self._check_once()
+
+    def _check_once(self) -> None:
+        """Over all copies each task must have run once."""
+        for step in self.steps:
+            ran = Counter(task for node in self.nodes for task in node.orders[step.number])
+            stages = range(self._graph.placement.stages)
+            wanted = {task for stage in stages for task in self._graph.tasks(stage, step.microbatches, step.mode)}
+            copies = 1 if step.mode is Mode.TRAIN else self._replicas
+            assert ran == dict.fromkeys(wanted, copies), f"{step} ran other tasks, or some more than once"
 
     def _act(self) -> bool:
         """Let one thing happen; False if nothing can."""
@@ -173,6 +202,16 @@ class RandomRun(Cluster[Node]):
         step, index = len(node.orders) - 1, node.num_completed
         return all(len(other.orders) > step and len(other.orders[step]) > index for other in self.group_of(node).nodes)
 
+    def opened_on(self, node: Node, step: StepId) -> ev.StepOpened:
+        """With the microbatches that replicas share."""
+        opened = super().opened_on(node, step)
+        if self._replicas == 1 or step.mode is not Mode.TRAIN:
+            return opened
+        if step.number not in self._homes:
+            self._homes[step.number] = tuple(self._random.choices(range(self._replicas), k=step.microbatches))
+        homes = self._homes[step.number]
+        return replace(opened, pool=ev.Pool(node.rank.replica, self._replicas, homes, self._claims, self._paces))
+
     def opened(self, step: StepId) -> ev.StepOpened:
         """The event that opens ``step``, with its visits."""
         return replace(super().opened(step), visits=self._visits_of(step))
@@ -192,7 +231,9 @@ class RandomRun(Cluster[Node]):
 
     def send(self, packet: Envelope) -> None:
         """Let it arrive at some time."""
-        if isinstance(packet.content, GroupMessage):
+        if isinstance(packet.content, ClaimMessage):
+            self._in_groups.setdefault((packet.sender, packet.receiver), deque()).append(packet)
+        elif isinstance(packet.content, GroupMessage):
             on_the_way = self._in_groups.setdefault((packet.sender, packet.receiver), deque())
             on_the_way.extend(packet._replace(content=message) for message in self._carry(packet.content))
         else:
@@ -219,6 +260,19 @@ class RandomRun(Cluster[Node]):
         held, most = node.core.view.held, node.checker.memory.most_held
         if most is not None and held > most:
             node.checker.object_to(f"counts {held} chunk tasks, the limit is {most}")
+
+    def open_step(self, node: Node) -> None:
+        """Replicas that share forwards are at most a step apart, since all ranks exchange reports."""
+        if self._replicas == 1:
+            super().open_step(node)
+            return
+        self._opening.append(node)
+        least = min(other.num_opened for other in self.nodes)
+        while may := [each for each in self._opening if each.num_opened == least]:
+            self._opening = [each for each in self._opening if each not in may]
+            for each in may:
+                super().open_step(each)
+            least = min(other.num_opened for other in self.nodes)
 
     def finish_step(self, node: Node) -> None:
         """The next step follows, at some time."""

@@ -4,21 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.commands.command_line import Command, at_least
+from rrfp.commands.command_line import Command, option
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, Faults
+from rrfp.lab.commands.options import Given, as_parameter, with_options
 from rrfp.lab.commands.sweep import progress_bar
 
-RUN = "The run of this name, such as 'replica 1'; default: the first. A file of all replicas tells a slow rank."
-SKIP = "Training steps to leave out at the beginning; default 2."
-STEPS = "The most steps to replay, the newest; default 10."
-HINT = "The hint of the job, where the trace does not say it."
-STRICT = "The strict schedule of the job, where the trace does not say it."
-LIMIT = "The limit of the job, where the trace does not say it: a number, 1f1b, n, 2n, or bytes such as 8GB."
+if TYPE_CHECKING:
+    from rrfp.lab.advice.advice import Wishes
+
+TRACE = "Trace (Chrome JSON) written by save_trace."
+_RUN = "The run of this name, such as 'replica 1'; default: the first. A file of all replicas tells a slow rank."
+_SKIP = "Training steps to leave out at the beginning; default 2."
+_STEPS = "The most steps to replay, the newest; default 10."
+_HINT = "The hint of the job, where the trace does not say it."
+_STRICT = "The strict schedule of the job, where the trace does not say it."
+_LIMIT = "The limit of the job, where the trace does not say it: a number, 1f1b, n, 2n, or bytes such as 8GB."
+
+#: Those that say which steps are replayed.
+RECORDED = (
+    as_parameter("run", str, option("run", "NAME", _RUN)),
+    as_parameter("skip_first", int, option("skip-first", "N", _SKIP, least=0)),
+    as_parameter("steps", int, option("steps", "N", _STEPS, least=5)),
+)
+
+#: Those, and how the job ran: of all commands that replay a trace.
+REPLAYED = (
+    *RECORDED,
+    as_parameter("hint", str, option("hint", "NAME", _HINT)),
+    as_parameter("strict", str, option("strict", "NAME", _STRICT)),
+    as_parameter("limit", str, option("limit", "K|1f1b|n|2n", _LIMIT)),
+)
+
+
+def wishes_of(given: Given) -> Wishes:
+    """What the options of `REPLAYED` say."""
+    from rrfp.hints.registry import named_or_loaded_hint
+    from rrfp.lab.advice.advice import Wishes
+
+    values = {name: value for name, value in given.items() if value is not None}
+    if "hint" in values:
+        values["hint"] = named_or_loaded_hint(values["hint"])
+    return Wishes(**values)
 
 
 class AdviseCommand(Command):
@@ -33,29 +64,17 @@ class AdviseCommand(Command):
                         raise ConfigError(f"--{name} goes without --strict: a schedule is the order of all tasks")
 
 
+@with_options(*REPLAYED, behind="trace")
 def advise(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace (Chrome JSON) written by save_trace.")],
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help=RUN)] = None,
-    skip_first: Annotated[
-        int | None, typer.Option("--skip-first", metavar="N", help=SKIP, callback=at_least("skip-first", 0))
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", help=STEPS, callback=at_least("steps", 5))
-    ] = None,
-    hint: Annotated[str | None, typer.Option("--hint", metavar="NAME", help=HINT)] = None,
-    strict: Annotated[str | None, typer.Option("--strict", metavar="NAME", help=STRICT)] = None,
-    limit: Annotated[str | None, typer.Option("--limit", metavar="K|1f1b|n|2n", help=LIMIT)] = None,
+    given: Given,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help=TRACE)],
     json: Json = False,
 ) -> None:
     """Show what slows recorded steps down, and what settings would change: the engine replays them."""
-    from rrfp.hints.registry import HintSpec, named_or_loaded_hint
-    from rrfp.lab.advice.advice import Wishes, advise_file
+    from rrfp.lab.advice.advice import advise_file
 
-    named: HintSpec | None = None if hint is None else named_or_loaded_hint(hint)
-    given: dict[str, Any] = {"run": run, "skip_first": skip_first, "steps": steps, "strict": strict, "limit": limit}
-    wishes = Wishes(hint=named, **{name: value for name, value in given.items() if value is not None})
     with progress_bar() as ran:
-        advice = advise_file(str(trace), wishes, ran)
+        advice = advise_file(str(trace), wishes_of(given), ran)
     if json:
         print_json(advice.to_json())
     else:

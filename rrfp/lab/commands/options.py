@@ -48,8 +48,8 @@ def as_parameter(name: str, kind: Any, info: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
 
 
-def with_options(*options: Parameter) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that gets ``options``, shown first, as a mapping: its first argument."""
+def with_options(*options: Parameter, behind: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command that gets ``options``, shown behind one of its own or first, as a mapping: its first argument."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -58,7 +58,8 @@ def with_options(*options: Parameter) -> Callable[[Callable[..., None]], Callabl
 
         _, *own = signature(command, eval_str=True).parameters.values()
         own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own]
-        run.__signature__ = Signature([*options, *own])  # type: ignore[attr-defined]
+        start = [each.name for each in own].index(behind) + 1 if behind else 0
+        run.__signature__ = Signature([*own[:start], *options, *own[start:]])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 

@@ -1,65 +1,66 @@
-"""`rrfp plan TRACE`: which cut, placement, limit, hint and split would make the steps shortest."""
+"""`rrfp plan [TRACE]`: which cut, placement, limit, hint and split would make the steps shortest."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rrfp.commands.command_line import at_least, listed
 from rrfp.commands.output import Json, check_output, print_json
-from rrfp.lab.commands.advise import HINT, LIMIT, RUN, SKIP, STEPS, STRICT
+from rrfp.errors import ConfigError
+from rrfp.lab.commands.advise import RECORDED, REPLAYED, TRACE, wishes_of
+from rrfp.lab.commands.options import Given, with_options
 from rrfp.lab.commands.sweep import progress_bar
 from rrfp.plain import whole
 
+_TRACE = f"{TRACE} Without one: what --layers has, where nothing has run yet."
 _LAYERS = "What each layer takes, by save_layers of a measured rrfp.split: then cut and placement are searched."
 _OUT = "Write the best plan to this file, for rrfp.Pipeline, rrfp.local and rrfp.split (plan=)."
 _MEMORY = "The most bytes that microbatches may hold on a stage, such as 8GB; default: limits up to 2n."
-_MICROBATCHES = "Numbers of microbatches to try, between commas; default: the trace's. Times are for as many as that."
+_MICROBATCHES = (
+    "Numbers of microbatches to try, between commas; default: the trace's, without one 4 a stage. Times are for as "
+    "many as that, or as the first one."
+)
+_RECOMPUTED = (
+    "A trace of the same job that recomputes on all stages: then plans may recompute on some. Needs TRACE and --memory."
+)
 _SLOW = "A stage whose rank is slow: a layer that leaves it takes less. May be repeated; needs --layers."
 _TASKS = "About the most tasks to simulate; then the search ends. Default 2000000, a minute or two."
 
 
+@with_options(*REPLAYED, behind="tasks")
 def plan(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace (Chrome JSON) written by save_trace.")],
+    given: Given,
+    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help=_TRACE)] = None,
     layers: Annotated[Path | None, typer.Option("--layers", metavar="FILE", help=_LAYERS)] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=_OUT)] = None,
     memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help=_MEMORY)] = None,
     microbatches: Annotated[str | None, typer.Option("--microbatches", metavar="M", help=_MICROBATCHES)] = None,
+    recomputed: Annotated[Path | None, typer.Option("--recomputed", metavar="FILE", help=_RECOMPUTED)] = None,
     slow_rank: Annotated[list[int] | None, typer.Option("--slow-rank", metavar="STAGE", help=_SLOW)] = None,
     tasks: Annotated[
         int | None, typer.Option("--tasks", metavar="N", help=_TASKS, callback=at_least("tasks", 1))
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help=RUN)] = None,
-    skip_first: Annotated[
-        int | None, typer.Option("--skip-first", metavar="N", help=SKIP, callback=at_least("skip-first", 0))
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", help=STEPS, callback=at_least("steps", 5))
-    ] = None,
-    hint: Annotated[str | None, typer.Option("--hint", metavar="NAME", help=HINT)] = None,
-    strict: Annotated[str | None, typer.Option("--strict", metavar="NAME", help=STRICT)] = None,
-    limit: Annotated[str | None, typer.Option("--limit", metavar="K|1f1b|n|2n", help=LIMIT)] = None,
     json: Json = False,
 ) -> None:
-    """Search the cut, placement, limit, hint and split under which recorded steps are shortest."""
+    """Search the cut, placement, limit, hint and split under which steps are shortest."""
     import json as json_module
 
     from rrfp.atomic_files import write_atomically
-    from rrfp.hints.registry import HintSpec, named_or_loaded_hint
-    from rrfp.lab.advice.advice import Wishes
     from rrfp.lab.planning.plan import Request, plan_file
 
+    if trace is None:
+        for each in RECORDED:
+            if given[each.name] is not None:
+                raise ConfigError(f"--{each.name.replace('_', '-')} goes with TRACE: it is of recorded steps")
     if out is not None:
-        check_output(out, trace, *([] if layers is None else [layers]))
-    named: HintSpec | None = None if hint is None else named_or_loaded_hint(hint)
-    given: dict[str, Any] = {"run": run, "skip_first": skip_first, "steps": steps, "strict": strict, "limit": limit}
-    wishes = Wishes(hint=named, **{name: value for name, value in given.items() if value is not None})
+        check_output(out, *(path for path in (trace, layers, recomputed) if path is not None))
     effort = {} if tasks is None else {"tasks": tasks}
-    request = Request(layers, memory, _counts(microbatches), tuple(slow_rank or ()), **effort)
+    request = Request(layers, memory, _counts(microbatches), tuple(slow_rank or ()), recomputed, **effort)
     with progress_bar() as ran:
-        plans = plan_file(str(trace), request, wishes, ran)
+        plans = plan_file(None if trace is None else str(trace), request, wishes_of(given), ran)
     document = plans.to_json()
     if out is not None and plans.best is not None:
         write_atomically(out, json_module.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp.costs.table import Matrix
+from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.layered import LayerCosts
 from rrfp.model.placement import Placement
@@ -71,6 +71,17 @@ class Layers:
         """Cuts into parts of equally many layers; the first parts have one more where they do not divide."""
         parts = where.num_virtual_stages
         return tuple(-(-part * self.count // parts) for part in range(1, parts))
+
+    def costs(self, microbatches: int) -> CostTable:
+        """A step of microbatches that are all like the sample, on the job's own layout; messages take no time."""
+        where, parts = self.layout.where, self.layout.pieces(self.count)
+        rows: Any = {
+            name: np.repeat([[column[part].sum()] for part in parts], microbatches, axis=1)
+            for name, column in (("forward", self.forward), ("backward", self.backward), ("held", self.num_bytes))
+        }
+        none = np.zeros((len(parts) - 1, microbatches))
+        shape = where.stages, where.chunks, where.layout, microbatches
+        return CostTable(*shape, weight=None, latency_forward=none, latency_backward=none, **rows)
 
     def megatron(self, layout: ModelLayout) -> str | None:
         """The argument ``--pipeline-model-parallel-layout``; None of a V, which it has no word for."""

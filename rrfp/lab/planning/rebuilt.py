@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from rrfp.costs.table import MATRICES, CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.causes import factors_of, split_backward
-from rrfp.lab.advice.recorded import Recorded, RecordedStep, Rows, with_durations
+from rrfp.lab.advice.recorded import RecordedStep, Rows, with_durations
 from rrfp.lab.advice.replays import joined
 from rrfp.lab.planning.layers import Layers, ModelLayout
 from rrfp.model.placement import Placement
@@ -26,6 +26,9 @@ from rrfp.model.tasks import B, F, Kind, Task, W
 
 #: Steps that are rebuilt for the judgement of a layout, for each recorded one.
 DRAWS = 2
+
+#: A stage that recomputes holds less than this, beside one that does not.
+NO_LESS = 0.95
 
 #: A stage whose recorded time is off from its layers' by more than this, beside the others, is named.
 UNLIKE = 0.1
@@ -40,14 +43,62 @@ class StepShape:
     split: bool | None
     weight_part: float | None
     microbatches: int
+    #: Stages that recompute.
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recomputed:
+    """What backward takes, and a forward leaves, of each virtual stage that recomputes: factors on what they do now."""
+
+    backward: Matrix
+    held: Matrix
+
+    @classmethod
+    def between(cls, steps: Sequence[RecordedStep], recomputing: Sequence[RecordedStep]) -> Self:
+        """From steps of a job and of the same job that recomputes; over their forwards, as their data may differ."""
+        (now, backward, held), (then, longer, less) = map(_sums, (steps, recomputing))
+        if now.shape != then.shape:
+            raise ConfigError(
+                f"recomputed: the trace has {len(then)} virtual stages, must have {len(now)}, as the one beside it"
+            )
+        found = cls(_over(longer * now, backward * then), _over(less * now, held * then))
+        if not (found.held < NO_LESS).any():
+            raise ConfigError(
+                "recomputed: no stage holds less than in the trace beside it, must be of a job that recomputes"
+            )
+        return found
+
+
+def _sums(steps: Sequence[RecordedStep]) -> tuple[Matrix, Matrix, Matrix]:
+    """By virtual stage: seconds of forward and of backward, input gradients where it is split, and bytes."""
+    tables = [step.costs for step in steps]
+    if any(table.held is None for table in tables):
+        raise ConfigError("recomputed: a trace has no bytes, must have those of each microbatch")
+    columns = [[getattr(table, name) for table in tables] for name in ("forward", "backward", "held")]
+    forward, backward, held = (np.concatenate(rows, axis=1).sum(axis=1) for rows in columns)
+    return forward, backward, held
+
+
+def _over(one: Matrix, other: Matrix) -> Matrix:
+    return np.divide(one, other, out=np.ones_like(one), where=other > 0)
 
 
 class RebuiltSteps:
     """Makes steps by number: of the recorded layout as they were, or of any as they would be."""
 
-    def __init__(self, recording: Recorded, layers: Layers | None, slow: Sequence[int] = ()) -> None:
-        self._recorded = recording.steps
-        self._costs = costs = recording.costs
+    def __init__(
+        self,
+        steps: Sequence[RecordedStep],
+        layers: Layers | None,
+        slow: Sequence[int] = (),
+        recomputed: Recomputed | None = None,
+    ) -> None:
+        self._recorded = steps
+        #: What stages that recompute would take; None where it is not known.
+        self.recomputed = recomputed
+        #: Of the first step; all have its shape.
+        self.costs = costs = steps[0].costs
         self.layers = layers
         if layers is not None:
             _check_layout(costs, layers)
@@ -64,21 +115,22 @@ class RebuiltSteps:
         count = len(self._recorded)
         self.searched = range(count)
         self.judged = range(count) if layers is None else range(count, count + DRAWS * count)
-        self._known: dict[tuple[int, ModelLayout | None, int], RecordedStep] = {}
+        self._known: dict[tuple[int, ModelLayout | None, int, tuple[int, ...]], RecordedStep] = {}
 
     @property
     def where(self) -> Placement:
         """Which stage held which virtual stage."""
-        costs = self._costs
+        costs = self.costs
         return Placement(costs.stages, costs.chunks, "v" if costs.placement == "v" else "looped")
 
     def step(self, shape: StepShape, number: int) -> RecordedStep:
-        key = (number, shape.layout, shape.microbatches)
+        key = (number, shape.layout, shape.microbatches, shape.recompute)
         if (step := self._known.get(key)) is None:
             if shape.layout is None:
-                step = resized(self._recorded, number, shape.microbatches)
+                step = self._recomputing(resized(self._recorded, number, shape.microbatches), shape.recompute)
             else:
-                step = self._rebuilt(resized(self._smooth, number, shape.microbatches), shape.layout, number)
+                smooth = resized(self._smooth, number, shape.microbatches)
+                step = self._rebuilt(smooth, shape.layout, number, shape.recompute)
             self._known[key] = step
         if shape.split is None or shape.split == step.costs.split:
             return step
@@ -86,6 +138,18 @@ class RebuiltSteps:
             assert shape.weight_part is not None
             return split_backward([step], shape.weight_part)[0]
         return _merged(step)
+
+    def in_part(self, number: int) -> Mapping[str, RecordedStep]:
+        """A step as it was recorded but for one part, which is as in the rebuilt one; by the name of the part."""
+        layers, own = self.layers, self._recorded[number % len(self._recorded)]
+        assert layers is not None
+        anew = self.step(StepShape(layers.layout, None, None, own.costs.microbatches), number)
+        messages: Any = {name: getattr(anew.costs, name) for name in ("latency_forward", "latency_backward")}
+        return {
+            "the jitter of tasks": replace(own, costs=with_durations(own.costs, anew.costs.durations)),
+            "the times of messages": replace(own, costs=replace(own.costs, **messages)),
+            "the waits for dispatch": replace(own, dispatch=anew.dispatch, order=anew.order),
+        }
 
     def seconds(self) -> Matrix:
         """Of each piece in the mean recorded step, on a stage that is not slow."""
@@ -101,15 +165,15 @@ class RebuiltSteps:
         assert self.layers is not None
         rows = np.concatenate([sum(step.costs.durations.values(), start=np.zeros(())) for step in self._recorded], 1)
         shares = (self._shares(F) + 2 * self._shares(B)) / 3
-        spread: Matrix = rows.std(axis=1)[self._home] * shares * self._costs.microbatches / self._slow_of_piece()
+        spread: Matrix = rows.std(axis=1)[self._home] * shares * self.costs.microbatches / self._slow_of_piece()
         return spread
 
     def _ratios(self) -> Matrix:
         assert self.layers is not None
-        measured = np.zeros(self._costs.stages)
+        measured = np.zeros(self.costs.stages)
         for v, part in enumerate(self._parts):
             both = self.layers.forward[part] + self.layers.backward[part]
-            measured[self._costs.stage_of(v)] += both.sum()
+            measured[self.costs.stage_of(v)] += both.sum()
         if not measured.all():
             raise ConfigError("layers: a stage's layers take no time, must take some: measure them on a larger sample")
         work = np.mean([step.costs.work() for step in self._recorded], axis=0)
@@ -117,7 +181,7 @@ class RebuiltSteps:
         return ratios / np.median(ratios)
 
     def _slow_of_piece(self) -> Matrix:
-        return np.array([self.slow[self._costs.stage_of(v)] for v in self._home])
+        return np.array([self.slow[self.costs.stage_of(v)] for v in self._home])
 
     def _shares(self, kind: Kind, weights: Matrix | None = None) -> Matrix:
         """The part that each piece has of its virtual stage."""
@@ -130,7 +194,7 @@ class RebuiltSteps:
 
     def _draw_from(self) -> None:
         """Collect what is drawn."""
-        factors, costs = factors_of(self._recorded), self._costs
+        factors, costs = factors_of(self._recorded), self.costs
         kinds = [*costs.durations]
         jitter = np.split(np.concatenate(factors.jitter, axis=1), len(kinds))
         self._jitter = dict(zip(kinds, jitter, strict=True))
@@ -154,16 +218,31 @@ class RebuiltSteps:
             smooth = {kind: rows / parts[kind] for kind, rows in step.costs.durations.items()}
             self._smooth.append(replace(step, costs=with_durations(step.costs, smooth)))
 
-    def _rebuilt(self, step: RecordedStep, layout: ModelLayout, number: int) -> RecordedStep:
+    def _recomputing(self, step: RecordedStep, stages: Sequence[int]) -> RecordedStep:
+        """A step of which some stages recompute."""
+        found, costs = self.recomputed, step.costs
+        if found is None or not stages:
+            return step
+        here = np.array([costs.stage_of(v) in stages for v in range(costs.num_virtual_stages)])
+        backward, held = (np.where(here, factors, 1.0)[:, np.newaxis] for factors in (found.backward, found.held))
+        assert costs.held is not None
+        return replace(step, costs=replace(costs, backward=costs.backward * backward, held=costs.held * held))
+
+    def _rebuilt(
+        self, step: RecordedStep, layout: ModelLayout, number: int, recompute: Sequence[int] = ()
+    ) -> RecordedStep:
         """A step without jitter, on another layout and with jitter anew."""
         layers, where = self.layers, layout.where
         assert layers is not None
         parts, microbatches = layout.pieces(layers.count), step.costs.microbatches
         fields: dict[str, Any] = {"latency_forward": [], "latency_backward": [], "held": None, "weight": None}
+        changed = [v for v in range(len(parts)) if where.stage_of(v) in recompute]
         dispatch: dict[Kind, Matrix] = {}
         for index, (kind, smooth) in enumerate(step.costs.durations.items()):
             take = self._weights(parts, self._shares(kind))
-            take /= np.array([self.slow[self._costs.stage_of(v)] for v in range(take.shape[1])])
+            take /= np.array([self.slow[self.costs.stage_of(v)] for v in range(take.shape[1])])
+            if kind is B and self.recomputed is not None:
+                take[changed] *= self.recomputed.backward
             rows, gaps = take @ smooth, np.empty((len(parts), microbatches))
             for v in range(len(parts)):
                 stage, draw = where.stage_of(v), np.random.default_rng([number, index, v])
@@ -179,16 +258,19 @@ class RebuiltSteps:
         for name in ("latency_forward", "latency_backward"):
             fields[name] = np.array(fields[name]).reshape(shape)
         if step.costs.held is not None:
-            fields["held"] = self._weights(parts, self._shares(F, layers.num_bytes)) @ step.costs.held
+            take = self._weights(parts, self._shares(F, layers.num_bytes))
+            if self.recomputed is not None:
+                take[changed] *= self.recomputed.held
+            fields["held"] = take @ step.costs.held
         costs = CostTable(where.stages, where.chunks, where.layout, microbatches, sizes=step.costs.sizes, **fields)
         order = {kind: np.zeros_like(rows) for kind, rows in dispatch.items()}
-        late = {self._costs.stage_of(task.virtual_stage): seconds for task, seconds in step.opening.items()}
+        late = {self.costs.stage_of(task.virtual_stage): seconds for task, seconds in step.opening.items()}
         opening = {Task(F, 0, where.virtual_stages(stage)[0]): seconds for stage, seconds in late.items()}
         return RecordedStep(costs, dispatch, order, opening, step.closing, step.seconds)
 
     def _weights(self, parts: Sequence[range], shares: Matrix) -> Matrix:
         """What each new virtual stage takes of each recorded one."""
-        weights = np.zeros((len(parts), self._costs.num_virtual_stages))
+        weights = np.zeros((len(parts), self.costs.num_virtual_stages))
         for v, part in enumerate(parts):
             np.add.at(weights[v], self._home[part], shares[part])
         return weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,14 +49,14 @@ class Plans:
     """The result of `rrfp plan`.
 
     Attributes:
-        name: of the trace and the run.
-        steps: recorded steps.
+        name: of the trace and the run, or of the file of layers.
+        steps: recorded steps; 0 where nothing has run.
         left_out: of them, one line a reason.
         method: how the job ran.
-        measured: seconds of the mean step.
+        measured: seconds of the mean step; None where nothing has run.
         predicted: seconds of the mean step, by the engine.
-        rebuilt: the same from layers; None where layer times are not known.
-        now: as it runs now.
+        rebuilt: the same from layers, beside a trace; None where layer times are not known.
+        now: as it runs now, or as the file cuts it.
         rows: the best first.
         guessed: the best with a split backward, where nobody has measured what weight gradients take.
         peers: torch's schedules.
@@ -71,7 +71,7 @@ class Plans:
     steps: int
     left_out: tuple[str, ...]
     method: str
-    measured: float
+    measured: float | None
     predicted: float
     rebuilt: float | None
     now: Row
@@ -106,17 +106,9 @@ class Plans:
         }
 
     def __str__(self) -> str:
-        from rrfp.trace.breakdown_table import duration
-
-        left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        lines = [f"{self.name}: {self.steps} steps{left_out}, {self.method}"]
-        rebuilt = "" if self.rebuilt is None else f", rebuilt from its layers {duration(self.rebuilt)}"
-        ratio = f"({self.predicted / self.measured:.3f} of it)"
-        lines += [f"a step took {duration(self.measured)}; replayed {duration(self.predicted)} {ratio}{rebuilt}"]
-        lines += [f"  doubtful, as it is off by more than {DOUBTFUL:.0%}: {self.doubt}"] if self.doubt else []
         beside = [] if self.guessed is None else [self.guessed]
         rows = [*self.rows, self.now, *beside, *self.peers]
-        lines += ["", *_table(rows)]
+        lines = [*self._head(), "", *_table(rows, has_draws=self.measured is not None)]
         if any("*" in row.layers for row in rows):
             lines += ["", "Layers: 4*2 stands for two virtual stages of four layers each, one after the other."]
         if self.best is None:
@@ -128,8 +120,23 @@ class Plans:
         lines += ["", "Assumed:", *(f"  {line}" for line in self.assumed)] if self.assumed else []
         return "\n".join(lines)
 
+    def _head(self) -> Iterator[str]:
+        from rrfp.trace.breakdown_table import duration
 
-def _table(rows: Sequence[Row]) -> list[str]:
+        if self.measured is None:
+            yield f"{self.name}: no step has run, {self.method}"
+            yield f"a step as the file cuts the model: predicted {duration(self.predicted)}"
+            return
+        left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
+        yield f"{self.name}: {self.steps} steps{left_out}, {self.method}"
+        rebuilt = "" if self.rebuilt is None else f", rebuilt from its layers {duration(self.rebuilt)}"
+        ratio = f"({self.predicted / self.measured:.3f} of it)"
+        yield f"a step took {duration(self.measured)}; replayed {duration(self.predicted)} {ratio}{rebuilt}"
+        if self.doubt:
+            yield f"  doubtful, as it is off by more than {DOUBTFUL:.0%}: {self.doubt}"
+
+
+def _table(rows: Sequence[Row], *, has_draws: bool) -> list[str]:
     """Aligned columns, without those that no row has."""
     from rrfp.trace.breakdown_table import duration
 
@@ -137,7 +144,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
     cells = [heads]
     for row in rows:
         num_bytes = f"{row.num_bytes / 1e6:.0f} MB" if row.num_bytes >= 5e5 else ""
-        figures = (row.name, duration(row.seconds), str(row.saved), f"{row.held:g}", num_bytes)
+        saved = str(row.saved) if has_draws else f"{100 * row.saved.value:.1f}%"
+        figures = (row.name, duration(row.seconds), saved, f"{row.held:g}", num_bytes)
         cells.append((*figures, row.placement, row.layers, row.settings))
     kept = [n for n in range(len(heads)) if n == 0 or any(line[n] for line in cells[1:])]
     widths = {n: max(len(line[n]) for line in cells) for n in kept}

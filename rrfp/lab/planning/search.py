@@ -17,7 +17,7 @@ import numpy as np
 from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT, HintSpec, check_order, default_hint
-from rrfp.lab.advice.advice import HINTS, Adviser
+from rrfp.lab.advice.advice import HINTS
 from rrfp.lab.advice.causes import WEIGHT_PARTS
 from rrfp.lab.advice.replays import Method
 from rrfp.lab.planning.layers import ModelLayout, balanced
@@ -50,6 +50,12 @@ class Candidate:
     split: bool
     microbatches: int
     method: Method
+    #: Stages.
+    recompute: tuple[int, ...] = ()
+
+    def shape(self, weight_part: float | None) -> StepShape:
+        """Of its steps."""
+        return StepShape(self.layout, self.split, weight_part, self.microbatches, self.recompute)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,17 +80,18 @@ class Budget:
     #: The numbers of microbatches; none: that of the trace.
     microbatches: tuple[int, ...] = ()
     tasks: int = MOST_TASKS
+    #: Whether limits and hints are tried, which only what varies tells apart.
+    methods: bool = True
 
 
 class Search:
     """The candidates that were tried, and what they take."""
 
-    def __init__(self, adviser: Adviser, steps: RebuiltSteps, budget: Budget, ran: Callable[[], object]) -> None:
+    def __init__(self, method: Method, steps: RebuiltSteps, budget: Budget, ran: Callable[[], object]) -> None:
         self._steps = steps
         self._budget = budget
         self._ran = ran
-        self._costs = costs = adviser.recording.costs
-        method = adviser.method
+        self._costs = costs = steps.costs
         layers = steps.layers
         layout = None if layers is None else layers.layout
         #: As the job runs now.
@@ -134,7 +141,7 @@ class Search:
             return known
         seconds, held, num_bytes = [], 0.0, 0
         for part in WEIGHT_PARTS if self._is_guessed(candidate) else (None,):
-            step = self._steps.step(StepShape(candidate.layout, candidate.split, part, candidate.microbatches), number)
+            step = self._steps.step(candidate.shape(part), number)
             result = candidate.method.run(step.table())
             self._tasks += step.costs.num_tasks
             self._ran()
@@ -281,14 +288,20 @@ class Search:
     # Methods.
 
     def _try_methods(self) -> None:
-        if self._budget.num_bytes is None:
+        if not self._budget.methods:
+            self.left_out.append("limits and hints: nothing varies by which they differ; plan again from a trace")
+        elif self._budget.num_bytes is None:
             self.left_out.append("limits above 2n: no budget in bytes a stage is given (--memory)")
         if not self._budget.microbatches:
             self.left_out.append("other numbers of microbatches: they change the batch (--microbatches)")
-        self.left_out.append("recomputation by stage: nothing has measured it; record a job that recomputes")
+        if self._steps.recomputed is None:
+            self.left_out.append(
+                "recomputation by stage: it is not measured; a trace of the job with it says (--recomputed)"
+            )
+        methods = (self._with_limits, self._with_recompute, self._with_hints) if self._budget.methods else ()
         for layout in self._best_layouts:
             best = self._base(layout)
-            for more in (self._with_limits, self._with_hints, self._with_split, self._with_microbatches):
+            for more in (*methods, self._with_split, self._with_microbatches):
                 if self._is_over(f"limits, hints and split of {'the layout' if layout is None else layout.placement}"):
                     return
                 found = [each for each in (best, *more(best)) if self.fits(each)]
@@ -306,6 +319,18 @@ class Search:
                 limit = replace(Limit.resolve(name, 0, self._costs.stages), bytes=num_bytes)
             yield replace(base, method=replace(base.method, limit=limit))
 
+    def _with_recompute(self, base: Candidate) -> Iterator[Candidate]:
+        """Ever more stages, first those that would hold the most bytes in 1F1B."""
+        if self._steps.recomputed is None:
+            return
+        costs = self._steps.step(base.shape(None), 0).costs
+        assert costs.held is not None
+        stages, means = range(costs.stages), costs.held.mean(axis=1)
+        wanted = [(costs.stages - s) * sum(means[list(costs.virtual_stages_of(s))]) for s in stages]
+        ordered = sorted(stages, key=wanted.__getitem__, reverse=True)
+        for count in range(1, costs.stages + 1):
+            yield replace(base, recompute=tuple(sorted(ordered[:count])))
+
     def _with_hints(self, base: Candidate) -> Iterator[Candidate]:
         for hint in (DEFAULT_HINT, *HINTS):
             if self._has(hint, base):
@@ -320,6 +345,8 @@ class Search:
 
     def _with_split(self, base: Candidate) -> Iterator[Candidate]:
         other = replace(base, split=not base.split)
+        if base.recompute and self._is_guessed(other):  # what is guessed of backward is no part of the forward in it
+            return
         if other.split or base.method.hint != "bfw":
             yield other
         if other.split and self._has("bfw", other):

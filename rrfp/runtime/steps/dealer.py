@@ -51,6 +51,12 @@ class GivenShare:
     microbatches: int
     #: Of each; empty where the caller passes none.
     sizes: tuple[float, ...] = ()
+    #: Likewise; where forwards are claimed, when every rank needs those of all microbatches.
+    weights: tuple[float, ...] = ()
+    #: The factor of its caller on all gradients, that of a GradScaler included; likewise.
+    grad_scale: float = 1.0
+    #: Whether the rank uses anything that its caller passed for a microbatch.
+    has_data: bool = False
 
 
 class Paces:
@@ -68,12 +74,18 @@ class Paces:
         for samples, report in zip(self._samples, reports, strict=True):
             if are_sized != self.are_sized:
                 samples.clear()
-            samples.append(report.breakdown.compute / (report.size if are_sized else max(1, report.microbatches)))
+            if report.microbatches:
+                samples.append(report.breakdown.compute / (report.size if are_sized else report.microbatches))
         self.are_sized = are_sized
+
+    def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """Seconds that each of ``ranks`` takes for a microbatch, or a unit of size; empty before a few steps."""
+        samples = [self._samples[rank] for rank in ranks]
+        return tuple(map(median, samples)) if min(map(len, samples)) >= FEW else ()
 
     def by_replica(self) -> list[ReplicaPace] | None:
         """None before a few steps have ended."""
-        if len(self._samples[0]) < FEW:
+        if min(map(len, self._samples)) < FEW:
             return None
         stages: dict[int, list[float]] = {}
         for replica, samples in zip(self._replica_of, self._samples, strict=True):
@@ -81,8 +93,8 @@ class Paces:
         return [ReplicaPace.of(stages[replica]) for replica in sorted(stages)]
 
 
-class Dealer:
-    """Deals the microbatches of each training step, on one rank. ``seeds`` are those of random numbers, by replica."""
+class Exchange:
+    """What replicas that run one another's microbatches need, on one rank; ``seeds`` are by replica."""
 
     def __init__(
         self,
@@ -97,6 +109,8 @@ class Dealer:
         self._topology = topology
         self._activity = context.activity
         self._program = program
+        self._fail = context.fail
+        #: Of random numbers.
         self._seeds = seeds
         self._all_gather = all_gather
         self._messenger = messenger
@@ -112,17 +126,87 @@ class Dealer:
             "kwargs": True,
         }
         self._paces = Paces(self._replica_of)
-        #: How many microbatches the callers had in the last training step.
-        self._given: tuple[int, ...] = ()
-        self._last: Deal | None = None
-        self._counts: tuple[int, ...] = ()
         self._is_checked = False
-        self._arrived: dict[Home, Message] = {}
-        self._news = asyncio.Event()
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         """The reports of all ranks about a training step are here."""
         self._paces.observe(reports)
+
+    async def _check_once(self, plan: StepPlan) -> None:
+        """Whatever the caller passed must be able to travel."""
+        if not self._is_checked:  # at once, and not when a rank becomes slow after a day
+            await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
+            self._is_checked = True
+
+    async def _all_shares(self, plan: StepPlan, own: GivenShare) -> list[GivenShare]:
+        """What the callers of all ranks have; a ProtocolError where the ranks of a replica have not as many."""
+        answers = await self._all_gather.all_gather("microbatches", plan.step.number, records.pack(own))
+        shares = [records.unpack(GivenShare, data, "the microbatches of a rank") for data in answers]
+        first: dict[int, GivenShare] = {}
+        for rank, share in enumerate(shares):
+            wanted = first.setdefault(self._replica_of[rank], share).microbatches
+            lists = share.sizes, share.weights
+            if share.microbatches != wanted or wanted < 1 or any(len(each) not in (0, wanted) for each in lists):
+                name = self._topology.name_of(rank)
+                raise ProtocolError(
+                    f"the number of microbatches is {share.microbatches} on {name}, must be {wanted} as on the first "
+                    "rank of its replica"
+                )
+        return shares
+
+    async def _on_lane(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> T:
+        """The lane comes behind the caller's work on its tensors."""
+        return await self._executor.run_extra(name, call, received)
+
+    def _lists(self, plan: StepPlan) -> dict[str, Any]:
+        """What the caller passed, as far as this rank uses it."""
+        batch = plan.batch_of(self._topology.stage)
+        return {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
+
+    def _packed(self, plan: StepPlan, microbatches: Iterable[int]) -> list[Payload]:
+        """What the caller passed for some microbatches; a StageError if it cannot travel."""
+        lists = self._lists(plan)
+        weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
+        factors = factors_of(plan.batch)
+        lists |= {"weights": weights, "sizes": plan.sizes, "grad_scales": factors.grad_scales}
+        packed = []
+        for m in microbatches:
+            fields = {name: own[m] for name, own in lists.items() if own is not None}
+            payload = Payload.pack(fields, f"microbatch {m}")
+            if any(tensor is not None and tensor.requires_grad for tensor in payload.tensors):
+                raise StageError(
+                    f"microbatch {m} has a tensor that requires grad, must have none with share_replicas: its gradient "
+                    "would stay with the replica that runs it"
+                )
+            packed.append(payload.sent())
+        return packed
+
+    def _message(self, microbatch: int, payload: Payload) -> Message:
+        body = {"structure": payload.structure}
+        task, kind = Task(Kind.F, microbatch, 0), MessageKind.MICROBATCH
+        return Message(Channel.FORWARD, kind, self._activity.step, task, payload.tensors, body)
+
+    def _payload(self, message: Message) -> Payload:
+        structure: Any = message.body.get("structure")
+        if not isinstance(structure, Sequence):
+            raise ProtocolError(f"rank {message.sender} sent a microbatch without the structure of its tensors")
+        return Payload(message.tensors, structure)
+
+
+class Dealer(Exchange):
+    """Deals the microbatches of each training step, on one rank."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        #: How many microbatches the callers had in the last training step.
+        self._given: tuple[int, ...] = ()
+        self._last: Deal | None = None
+        self._counts: tuple[int, ...] = ()
+        self._arrived: dict[Home, Message] = {}
+        self._news = asyncio.Event()
+
+    def observe(self, reports: Sequence[StageReport]) -> None:
+        super().observe(reports)
         if self._last is None:
             first = {replica: rank for rank, replica in reversed([*enumerate(self._replica_of)])}
             self._given = tuple(reports[first[replica]].microbatches for replica in sorted(first))
@@ -142,9 +226,7 @@ class Dealer:
         self._last = None
         if plan.step.mode is not Mode.TRAIN:
             return plan
-        if not self._is_checked:  # at once, and not when a rank becomes slow after a day
-            await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
-            self._is_checked = True
+        await self._check_once(plan)
         paces = self._paces.by_replica()
         if paces is None:
             return plan
@@ -159,23 +241,9 @@ class Dealer:
         return await self._exchanged(plan, deal)
 
     async def _all_sizes(self, plan: StepPlan) -> tuple[list[list[float]], bool]:
-        """The sizes of the microbatches that each replica's caller has, and whether all callers know them.
-
-        A ProtocolError where the ranks of a replica have not as many.
-        """
-        own = records.pack(GivenShare(plan.step.microbatches, plan.sizes or ()))
-        answers = await self._all_gather.all_gather("microbatches", plan.step.number, own)
-        shares = [records.unpack(GivenShare, data, "the microbatches of a rank") for data in answers]
-        first: dict[int, GivenShare] = {}
-        for rank, share in enumerate(shares):
-            wanted = first.setdefault(self._replica_of[rank], share).microbatches
-            if share.microbatches != wanted or wanted < 1 or len(share.sizes) not in (0, wanted):
-                name = self._topology.name_of(rank)
-                raise ProtocolError(
-                    f"the number of microbatches is {share.microbatches} on {name}, must be {wanted} as on the first "
-                    "rank of its replica"
-                )
-        replicas = [first[replica] for replica in sorted(first)]
+        """The sizes of the microbatches that each replica's caller has, and whether all callers know them."""
+        shares = await self._all_shares(plan, GivenShare(plan.step.microbatches, plan.sizes or ()))
+        replicas = first_of(shares, self._replica_of)
         if all(sum(share.sizes) for share in replicas):
             return [[*share.sizes] for share in replicas], True
         return _ones([share.microbatches for share in replicas]), False
@@ -212,44 +280,12 @@ class Dealer:
             "taking microbatches", lambda: self._reopened(plan, deal, [arrived[home] for home in wanted]), tensors
         )
 
-    async def _on_lane(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> T:
-        """The lane comes behind the caller's work on its tensors."""
-        return await self._executor.run_extra(name, call, received)
-
-    def _packed(self, plan: StepPlan, microbatches: Iterable[int]) -> list[Payload]:
-        """What the caller passed for some microbatches; a StageError if it cannot travel."""
-        batch = plan.batch_of(self._topology.stage)
-        lists = {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
-        weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
-        lists |= {"weights": weights, "sizes": plan.sizes, "grad_scales": _factors_of(batch).grad_scales}
-        packed = []
-        for m in microbatches:
-            fields = {name: own[m] for name, own in lists.items() if own is not None}
-            payload = Payload.pack(fields, f"microbatch {m}")
-            if any(tensor is not None and tensor.requires_grad for tensor in payload.tensors):
-                raise StageError(
-                    f"microbatch {m} has a tensor that requires grad, must have none with share_replicas: its gradient "
-                    "would stay with the replica that runs it"
-                )
-            packed.append(payload.sent())
-        return packed
-
-    def _message(self, microbatch: int, payload: Payload) -> Message:
-        body = {"structure": payload.structure}
-        task, kind = Task(Kind.F, microbatch, 0), MessageKind.MICROBATCH
-        return Message(Channel.FORWARD, kind, self._activity.step, task, payload.tensors, body)
-
-    def _payload(self, message: Message) -> Payload:
-        structure: Any = message.body.get("structure")
-        if not isinstance(structure, Sequence):
-            raise ProtocolError(f"rank {message.sender} sent a microbatch without the structure of its tensors")
-        return Payload(message.tensors, structure)
-
     def _reopened(self, plan: StepPlan, deal: Deal, arrived: Sequence[Payload]) -> StepPlan:
         """The plan of the deal, with which the program begins the step anew."""
         # A module may write into its inputs; what arrived is read-only.
         taken = [
-            _fields(Payload(tuple([t if t is None else t.clone() for t in p.tensors]), p.structure)) for p in arrived
+            unpacked_fields(Payload(tuple([t if t is None else t.clone() for t in p.tensors]), p.structure))
+            for p in arrived
         ]
         homes = deal.homes[self._topology.replica]
         keep, count = len(homes) - len(taken), len(homes)
@@ -263,7 +299,7 @@ class Dealer:
             return [*kept, *(blank if each is None else each for each in others)]
 
         weights, sizes = joined("weights", plan.weights, 1.0), joined("sizes", plan.sizes)
-        factors = _factors_of(batch)
+        factors = factors_of(batch)
         grad_scales = joined("grad_scales", factors.grad_scales)
         assert grad_scales is not None
         new = Batch(
@@ -296,7 +332,7 @@ class Dealer:
         self._counts = deal.counts
 
 
-def _fields(payload: Payload) -> _Fields:
+def unpacked_fields(payload: Payload) -> _Fields:
     """What the caller of another replica passed; a ProtocolError if it is none of that."""
     fields = payload.unpack()
     if not isinstance(fields, Mapping):
@@ -310,7 +346,15 @@ def _fields(payload: Payload) -> _Fields:
     return fields
 
 
-def _factors_of(batch: Batch) -> SharedGradientWeights:
+def first_of(shares: Sequence[GivenShare], replica_of: Sequence[int]) -> list[GivenShare]:
+    """Of each replica the share of its first rank."""
+    first: dict[int, GivenShare] = {}
+    for replica, share in zip(replica_of, shares, strict=True):
+        first.setdefault(replica, share)
+    return [first[replica] for replica in sorted(first)]
+
+
+def factors_of(batch: Batch) -> SharedGradientWeights:
     factors = batch.gradient_weights
     assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
     return factors

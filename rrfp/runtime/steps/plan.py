@@ -11,12 +11,13 @@ from torch import Tensor
 from rrfp.compute.loss import Reduction, SharedGradientWeights, gradient_weights
 from rrfp.compute.payload import is_named
 from rrfp.compute.program import Batch
+from rrfp.core.events import Pool
 from rrfp.errors import ConfigError, misspelt
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.visits import Visits
 from rrfp.plain import flag, number, or_none, whole
-from rrfp.runtime.steps.deal import Deal
+from rrfp.runtime.steps.deal import Deal, Home
 from rrfp.runtime.steps.whole_batch import WholeBatches, is_batch
 
 
@@ -211,10 +212,19 @@ class StepPlan:
     refused: int
     #: Which microbatches replicas run, where they have exchanged some.
     deal: Deal | None = None
+    #: Where replicas claim forwards: how; and whose caller has each microbatch, which are those of all replicas then.
+    pool: Pool | None = None
+    homes: tuple[Home, ...] = ()
 
     def batch_of(self, stage: int) -> Batch:
         """The caller's data for one stage of this process."""
         return self.batch if self.kwargs is None else replace(self.batch, kwargs=self.kwargs.get(stage))
+
+    def given(self, replica: int) -> int:
+        """How many microbatches the caller of ``replica``, this rank's, has."""
+        if self.homes:
+            return sum(home.replica == replica for home in self.homes)
+        return self.step.microbatches if self.deal is None else self.deal.given(replica)
 
     @property
     def name(self) -> str:

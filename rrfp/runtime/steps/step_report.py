@@ -16,13 +16,13 @@ from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
 from rrfp.memory.size_order import least, relative_room
-from rrfp.model.tasks import Mode
+from rrfp.model.tasks import Kind, Mode
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
-from rrfp.runtime.steps.deal import Deal
+from rrfp.runtime.steps.deal import Deal, Home
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import MeasuredReport, PendingReports, ResourceMeter, StageReport, StepFigures
 from rrfp.runtime.steps.round_trips import LimitFollower
@@ -107,6 +107,8 @@ class Losses:
     by_microbatch: tuple[float, ...]
     #: Over all replicas, in the order of parts; empty where the model has one loss.
     by_part: Mapping[str, float] = field(default_factory=dict)
+    #: Where replicas share forwards, how many losses each computed; empty elsewhere.
+    ran: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -117,10 +119,12 @@ class Losses:
         reduction: Reduction,
         parts: Sequence[str] = (),
         deal: Deal | None = None,
+        homes: Sequence[Home] = (),
     ) -> Self:
         """Combine the shares of all ranks, by rank, for the one at ``topology``; ``parts`` have losses of their own.
 
-        Of a ``deal`` the losses by microbatch are those of the rank's own caller, whichever replica ran them.
+        Of a ``deal``, and where replicas share forwards and microbatches have ``homes``, the losses by microbatch are
+        those of the rank's own caller, whichever replica ran them.
         """
         mesh = topology.mesh
         ranks = [rank for rank, share in enumerate(shares) if share.parts and mesh.is_first(rank)]
@@ -137,8 +141,14 @@ class Losses:
         if deal is not None:  # then there is one loss
             ran = {replica: share.parts[""].by_microbatch for replica, share in leaders}
             by_microbatch = tuple(ran[replica][m] for replica, m in deal.places(topology.replica))
+        ran_here: tuple[int, ...] = ()
+        if homes and leaders:
+            every = {m: loss for _, share in leaders for m, loss in share.parts[""].by_microbatch.items()}
+            by_microbatch = tuple(every[m] for m, home in enumerate(homes) if home.replica == topology.replica)
+            counts = {replica: len(share.parts[""].by_microbatch) for replica, share in leaders}
+            ran_here = tuple(counts.get(replica, 0) for replica in range(topology.replicas))
         loss = _sum(by_part.values()) if by_part else None
-        return cls(loss, by_microbatch, by_part if parts else {})
+        return cls(loss, by_microbatch, by_part if parts else {}, ran_here)
 
 
 def _shared_loss(losses: Mapping[int, float], weights: Mapping[int, float], reduction: Reduction) -> float:
@@ -273,7 +283,9 @@ class StepReporter:
 
     async def share_weights(self, plan: StepPlan) -> None:
         """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters."""
-        own = WeightShare(plan.total_weight if self._gives_weights else 0.0, plan.reduce_gradients)
+        # Where replicas share forwards, a plan has the microbatches of all.
+        is_part = self._gives_weights and not (plan.homes and self._topology.replica)
+        own = WeightShare(plan.total_weight if is_part else 0.0, plan.reduce_gradients)
         gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
         shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
         self._check_reduces([share.reduces for share in shares], plan)
@@ -323,19 +335,24 @@ class StepReporter:
         check_equal_weights([share.weights for share in shares], self._topology)
         self._compare_refused([share.refused for share in shares], plan)
         count, deal = plan.step.microbatches, plan.deal
-        losses.set_result(Losses.of(shares, self._topology, count, plan.reduction, self._parts, deal))
+        losses.set_result(Losses.of(shares, self._topology, count, plan.reduction, self._parts, deal, plan.homes))
 
     def _with_losses(self, share: LossShare, plan: StepPlan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
         """``share`` with the losses that this rank computed, if there are any."""
         self._check_finite(plan, losses)
         weight = plan.total_weight
+        weights = plan.weights
+        if plan.homes:
+            own = losses.get("", {})
+            weights = tuple((1.0 if weights is None else weights[m]) * (m in own) for m in range(len(plan.homes)))
+            weight = sum(weights)
         # A replica all of whose weights are 0 adds nothing to the others' mean.
         is_part = bool(weight) or self._topology.summands == 1
-        parts = part_losses(losses, plan.step.microbatches, plan.weights, plan.reduction, is_part=is_part)
+        parts = part_losses(losses, plan.step.microbatches, weights, plan.reduction, is_part=is_part)
         if not parts:
             return share
-        weights = plan.weights or () if self._parts else ()
-        return replace(share, parts=parts, weight=weight, has_weights=plan.weights is not None, weights=weights)
+        told = plan.weights or () if self._parts else ()
+        return replace(share, parts=parts, weight=weight, has_weights=plan.weights is not None, weights=told)
 
     async def _compare_visits(self, plan: StepPlan) -> None:
         """Fail where ranks were given other visits, before one of them waits for a task that another skips."""
@@ -369,6 +386,9 @@ class StepReporter:
         seconds = trace.end - trace.start
         resources = self._meter.read(self._core.view.slots)
         count, size = plan.step.microbatches, sum(plan.sizes or ())
+        if plan.homes:
+            ran = [task.microbatch for span in trace.tasks if (task := span.task).kind is Kind.F]
+            count, size = len(ran), sum(plan.sizes[m] for m in ran) if plan.sizes is not None else 0.0
         peaks, correlation, room = shown
         report = StageReport(self._topology.stage, seconds, parts, peaks, resources, correlation, room, count, size)
         reports = await self._gather(plan, trace, report)

@@ -1,0 +1,170 @@
+"""`share_replicas=True`: each rank claims the forwards that it runs, and no caller sees another result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from runtime.dealt_programs import GIVEN, MESH, STEPS, Counts, batch_of, losses_of, mean, programs, steps
+from runtime.group_programs import aborted
+from runtime.ranks import ThreadedRanks
+from runtime.toys import loss_fn
+
+import rrfp
+from rrfp.compute.rng import replica_seed
+from rrfp.errors import ConfigError
+from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.transports.base import Message, MessageKind
+from rrfp.transports.inproc import InprocTransport
+
+TOTAL = sum(GIVEN)
+
+
+def run(ranks: Sequence[Counts], body: Callable[[int, BlockingPipeline], Any], **options: Any) -> ThreadedRanks:
+    return ThreadedRanks(ranks, body, mesh=MESH, share_replicas=True, **options)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_caller_gets_the_results_of_its_own_microbatches(limit: int) -> None:
+    ranks = programs()
+    results = [outcome.value for outcome in run(ranks, steps, limit=limit).join()]
+    for rank, own in enumerate(results):
+        replica = MESH.place_of(rank).replica
+        assert [result.microbatches for result in own] == [GIVEN[replica]] * STEPS
+        for number, result in enumerate(own):
+            assert result.losses == pytest.approx(losses_of(replica, number))
+            assert result.loss == pytest.approx(mean(number))
+            assert max(result.peak_held) <= limit
+            slow, quick = result.dealt
+            assert slow + quick == TOTAL
+            assert slow < GIVEN[0]
+    for stage in range(2):
+        ran = [m for program in ranks if program.place.stage == stage for m in program.ran]
+        assert sorted(ran) == list(range(TOTAL))
+
+
+def test_each_stage_shares_for_itself() -> None:
+    """The ranks of two stages are slow, in two replicas: one whole replica could not take over from another."""
+    slow = {0: 0.004, 3: 0.004}
+    ranks = [Counts(rank, slow.get(rank, 0.001)) for rank in range(4)]
+    run(ranks, steps, limit=3).join()
+    ran = [len(program.ran) for program in ranks]
+    assert ran[0] + ran[1] == ran[2] + ran[3] == TOTAL
+    assert ran[0] < ran[1]
+    assert ran[3] < ran[2]
+
+
+def test_evaluations_run_where_they_are() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> list[Any]:
+        first = pipe.step(**batch_of(rank, 0))
+        evaluated = pipe.evaluate(**{**batch_of(rank, 1), "weights": None})
+        return [first, evaluated, pipe.step(**batch_of(rank, 2))]
+
+    for rank, outcome in enumerate(run(programs(), body).join()):
+        first, evaluated, last = outcome.value
+        assert evaluated.dealt == ()
+        assert evaluated.losses == pytest.approx(losses_of(MESH.place_of(rank).replica, 1))
+        assert sum(first.dealt) == sum(last.dealt) == TOTAL
+
+
+def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
+    ranks = programs()
+    run(ranks, steps).join()
+    homes = {(replica_seed(0, replica), m) for replica, count in enumerate(GIVEN) for m in range(count)}
+    for program in ranks:
+        for batch in program.reopened:
+            assert {*batch.homes.values()} == homes
+            assert batch.homes == ranks[0].reopened[0].homes
+
+
+def test_each_caller_scales_the_gradients_of_its_own_microbatches() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> None:
+        pipe.step(**batch_of(rank, 0), grad_scale=1.0 + MESH.place_of(rank).replica)
+
+    ranks = programs()
+    run(ranks, body).join()
+    total = sum(sum(1.0 + m for m in range(count)) for count in GIVEN)
+    for batch in (batch for rank in (2, 3) for batch in ranks[rank].reopened):
+        for m, factor in enumerate(batch.gradient_weights):
+            seed, home = batch.homes[m]
+            assert factor == (1.0 + home) / total * (1.0 if seed == replica_seed(0, 0) else 2.0)
+
+
+def test_a_rank_that_runs_nothing_ends_the_step_too() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> list[Any]:
+        own = batch_of(rank, 0)
+        return [pipe.step(**{name: values[:1] for name, values in own.items()}) for _ in range(3)]
+
+    ranks = [Counts(rank, 0.05 if rank == 2 else 0.001) for rank in range(4)]
+    for outcome in run(ranks, body, limit=1).join():
+        assert all(sum(result.dealt) == 2 for result in outcome.value)
+
+
+def test_without_inputs_the_first_stage_shares_too() -> None:
+    class Plain(Counts):
+        def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+            self.ran.append(task.microbatch)
+            time.sleep(self.seconds)
+            self._losses[task.microbatch] = 0.0
+            self.sizes[task.microbatch] = 1
+            return rrfp.Payload.pack(torch.ones(1)) if self.place.stage == 0 else rrfp.Payload()
+
+    ranks = [Plain(rank, 0.01 if rank == 0 else 0.001) for rank in range(4)]
+    run(ranks, lambda rank, pipe: pipe.step(microbatches=6)).join()
+    assert len(ranks[0].ran) + len(ranks[1].ran) == 12
+    assert len(ranks[0].ran) < 6
+
+
+def test_ranks_of_a_replica_must_have_as_many_microbatches() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        own = batch_of(rank, 0)
+        return pipe.step(**{name: values[: 5 if rank == 2 else None] for name, values in own.items()})
+
+    for abort in aborted(run(programs(), body).join()):
+        assert "the number of microbatches is 5 on stage 1, dp 0 (rank 2), must be 8" in str(abort)
+
+
+def test_a_rank_that_fails_amid_claims_is_named_on_all() -> None:
+    class Fails(Counts):
+        def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+            if len(self.ran) == 3:
+                raise ValueError("enough")
+            return super().forward(task, inputs)
+
+    for abort in aborted(run([*programs()[:3], Fails(3)], steps).join()):
+        assert "enough" in str(abort)
+        assert abort.origin.rank == 3
+
+
+class Twice(InprocTransport):
+    """Sends every claim twice."""
+
+    async def send(self, peer: int, message: Message) -> None:
+        await super().send(peer, message)
+        if message.kind is MessageKind.CLAIMED:
+            await super().send(peer, message)
+
+
+def test_a_claim_that_comes_twice_ends_the_pipeline() -> None:
+    for abort in aborted(run(programs(), steps, transport=Twice).join()):
+        assert "twice" in str(abort)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chunks": 2}, "chunks is 2, must be 1 with share_replicas=True"),
+        ({"order": "natural"}, "order is 'natural', must be 'free' with share_replicas=True"),
+        ({"strict": "1f1b"}, "strict is '1f1b', must be None with share_replicas=True"),
+        ({"limit": "auto"}, "limit is 'auto', must count microbatches and not change with share_replicas=True"),
+        ({"limit": rrfp.Limit(4, 1 << 20)}, "limit has bytes 1048576, must count microbatches"),
+        ({"deterministic": True}, "deterministic is True, must be False with share_replicas"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], reason: str) -> None:
+    modules: Any = [[torch.nn.Linear(2, 2) for _ in range(options.get("chunks", 1))] for _ in range(2)]
+    with pytest.raises(ConfigError, match=reason):
+        rrfp.local(modules, loss_fn=loss_fn, share_replicas=True, **options)
