@@ -93,7 +93,7 @@ class Paces:
         return [ReplicaPace.of(stages[replica]) for replica in sorted(stages)]
 
 
-class Exchange:
+class ReplicaExchange:
     """What replicas that run one another's microbatches need, on one rank; ``seeds`` are by replica."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Exchange:
         return Payload(message.tensors, structure)
 
 
-class Dealer(Exchange):
+class Dealer(ReplicaExchange):
     """Deals the microbatches of each training step, on one rank."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -23,7 +23,7 @@ from rrfp.model.tasks import F, Mode, StepId, Task
 from rrfp.model.visits import Visits
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.deal import Home
-from rrfp.runtime.steps.dealer import Exchange, GivenShare, factors_of, first_of, unpacked_fields
+from rrfp.runtime.steps.dealer import GivenShare, ReplicaExchange, factors_of, first_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -37,7 +37,7 @@ _EVENTS: Mapping[MessageKind, Callable[[StepId, Task, int], ev.Event]] = {
 }
 
 
-class ForwardSharer(Exchange):
+class ForwardSharer(ReplicaExchange):
     """Shares the forwards of each training step; ``on_event`` takes events to ``core``."""
 
     def __init__(
