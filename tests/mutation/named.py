@@ -124,8 +124,8 @@ NAMED: tuple[Named, ...] = (
     Named(
         "leader ignores reports",
         "rrfp/core/step.py",
-        "in_order=in_order, followers=group.num_followers",
-        "in_order=in_order, followers=0",
+        "            followers=group.num_followers,\n",
+        "            followers=0,\n",
         (CAMPAIGN, tests("core/test_group.py")),
     ),
     Named(

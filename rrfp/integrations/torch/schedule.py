@@ -18,7 +18,6 @@ from rrfp.integrations.torch.layout import Layout
 from rrfp.integrations.torch.limits import INIT_S, STAGES, ReceiveWatch, shapes_of, within
 from rrfp.integrations.torch.private import Stage, TorchSchedule
 from rrfp.integrations.torch.program import StageTasks, StepData, Unsplittable, unwrapped
-from rrfp.plain import number, whole
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec
@@ -127,9 +126,9 @@ class ScheduleRRFP(TorchSchedule):
         self._init_timeout = next(limit for limit in limits if limit is not None)
         with Faults() as faults:
             with faults.kept():
-                n_microbatches = whole("n_microbatches", n_microbatches, 1)
+                checks.check_microbatches(n_microbatches)
             with faults.kept():
-                number("init_timeout", self._init_timeout, above=0)
+                checks.check_init_timeout(self._init_timeout)
             with faults.kept():
                 listed = checks.check_stages(stages)
                 checks.check_mesh(mesh, coordinate, listed[0])
