@@ -23,7 +23,11 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.long) for case in ALL)], ids=str)
+#: Minutes of states.
+LONG = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=LONG) for case in ALL)], ids=str)
 def test_no_interleaving_deadlocks_passes_a_limit_or_runs_a_task_twice(case: ClaimCase) -> None:
     found = ClaimSearch(case).run()
     assert not found.wrong

@@ -143,9 +143,9 @@ class RandomRun(Cluster[Node]):
             if node.num_finished < len(self.steps)
         ]
         if waiting:
-            node, texts = next((each for each in waiting if each[1]), waiting[0])
-            waits = f"{wait_line(node.rank.name, texts)} (idle for: {node.core.wait_cause()})"
-            raise AssertionError(f"nothing can happen any longer: {waits}")
+            named = [each for each in waiting if each[1]] or waiting[:1]
+            waits = (f"{wait_line(each.rank.name, why)} (idle for: {each.core.wait_cause()})" for each, why in named)
+            raise AssertionError(f"nothing can happen any longer: {'; '.join(waits)}")
         for node in self.nodes:
             leader = self.group_of(node).nodes[0]
             assert node.orders == leader.orders, f"{node.rank.name} runs another order than its leader"
