@@ -85,7 +85,7 @@ class Claims:
         #: By microbatch, how large it is beside the average.
         self._sizes = [size / mean for size in sizes] if sizes is not None and mean else [1.0] * count
         best = min(pool.paces, default=0.0)
-        self._is_slow = [pace > SLOW * best for pace in pool.paces] or [False] * pool.copies
+        self._is_slow = [0 < SLOW * best < pace for pace in pool.paces] or [False] * pool.copies
         #: By microbatch, the copy whose rank holds what its forward here reads, and the copy that runs it here.
         self.holders, self.takers = [_NOBODY] * count, [_NOBODY] * count
         #: Forwards that may be claimed, and those that were, without an answer so far.

@@ -108,6 +108,9 @@ def check_claims(options: Options, graph: TaskGraph, method: DispatchMethod) -> 
     chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
     if chunks > 1:
         raise ConfigError(f"chunks is {chunks}, must be 1 with share_replicas=True; 'dealt' takes any number")
+    stages = list(range(graph.placement.stages))
+    if (placed := [graph.placement.stage_of(v) for v in stages]) != stages:
+        raise ConfigError(f"placement is {placed}, must be {stages} with share_replicas=True; 'dealt' takes any")
     if options.order == "natural":
         raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: whoever is free takes the next")
     if method.strict is not None:

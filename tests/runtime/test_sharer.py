@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,17 @@ def test_each_caller_scales_the_gradients_of_its_own_microbatches() -> None:
             assert factor == (1.0 + home) / total * (1.0 if seed == replica_seed(0, 0) else 2.0)
 
 
+def test_a_loss_that_is_no_number_is_named_by_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> None:
+        own = batch_of(rank, 0)
+        if rank == 3:
+            own["targets"][2].fill_(math.nan)
+        pipe.step(**own)
+
+    run(programs(), body).join()
+    assert "the loss of microbatch 2 of replica 1 is nan in training step 0" in caplog.text
+
+
 def test_a_rank_that_runs_nothing_ends_the_step_too() -> None:
     def body(rank: int, pipe: BlockingPipeline) -> list[Any]:
         own = batch_of(rank, 0)
@@ -157,6 +169,7 @@ def test_a_claim_that_comes_twice_ends_the_pipeline() -> None:
     ("options", "reason"),
     [
         ({"chunks": 2}, "chunks is 2, must be 1 with share_replicas=True"),
+        ({"placement": [1, 0]}, r"placement is \[1, 0\], must be \[0, 1\] with share_replicas=True"),
         ({"order": "natural"}, "order is 'natural', must be 'free' with share_replicas=True"),
         ({"strict": "1f1b"}, "strict is '1f1b', must be None with share_replicas=True"),
         ({"limit": "auto"}, "limit is 'auto', must count microbatches and not change with share_replicas=True"),

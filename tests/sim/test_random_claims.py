@@ -14,6 +14,7 @@ from batches import batches
 from sim.adversaries import ADVERSARIES
 
 from rrfp.core import events as ev
+from rrfp.core.claims import Claims
 from rrfp.errors import Origin, ProtocolError
 from rrfp.lab.cluster.cluster import ClaimMessage, Envelope
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
@@ -120,3 +121,9 @@ def test_a_core_that_was_aborted_claims_and_grants_nothing() -> None:
     for event in (ev.Claimed, ev.Granted, ev.Offered):
         assert node.core.apply(event(step.id, Task(Kind.F, 0, 0), 1)) == ()
     assert node.core.decide() is None
+
+
+def test_where_a_pace_is_0_no_copy_counts_as_slow() -> None:
+    claims = Claims(ev.Pool(1, 2, (0, 1), paces=(0.0, 1.0)), (0, 1))
+    claims.offer(1, 1)
+    assert claims.next(0, None, is_idle=True) == 1

@@ -70,12 +70,14 @@ class Paces:
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         """A training step has ended."""
-        are_sized = all(report.size for report in reports)
+        are_sized = all(report.size for report in reports if report.microbatches)
         for samples, report in zip(self._samples, reports, strict=True):
             if are_sized != self.are_sized:
                 samples.clear()
             if report.microbatches:
                 samples.append(report.breakdown.compute / (report.size if are_sized else report.microbatches))
+            elif samples:
+                samples.popleft()  # else a slow rank that is given nothing would count as slow for ever
         self.are_sized = are_sized
 
     def of(self, ranks: Sequence[int]) -> tuple[float, ...]:

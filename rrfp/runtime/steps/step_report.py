@@ -459,7 +459,8 @@ class StepReporter:
         for part, m, loss in ((part, m, loss) for part, own in losses.items() for m, loss in sorted(own.items())):
             if not math.isfinite(loss) and (plan.weights is None or plan.weights[m]):
                 self._warned = True
-                home = None if plan.deal is None else plan.deal.homes[self._topology.replica][m]
+                dealt = plan.homes if plan.deal is None else plan.deal.homes[self._topology.replica]
+                home = dealt[m] if dealt else None
                 logger.warning(
                     "%s: the loss of microbatch %s%s is %s in %s; later losses are not checked",
                     self._topology.name,
