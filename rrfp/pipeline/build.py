@@ -112,7 +112,7 @@ def check_claims(options: Options, graph: TaskGraph, method: DispatchMethod) -> 
     if (placed := [graph.placement.stage_of(v) for v in stages]) != stages:
         raise ConfigError(f"placement is {placed}, must be {stages} with share_replicas=True; 'dealt' takes any")
     if options.order == "natural":
-        raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: whoever is free takes the next")
+        raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: any idle copy takes the next")
     if method.strict is not None:
         raise ConfigError(
             f"strict is {method.strict!r}, must be None with share_replicas=True: no order is known before"

@@ -77,7 +77,7 @@ class Paces:
             if report.microbatches:
                 samples.append(report.breakdown.compute / (report.size if are_sized else report.microbatches))
             elif samples:
-                samples.popleft()  # else a slow rank that is given nothing would count as slow for ever
+                samples.popleft()  # else a slow rank that runs nothing is never tried again
         self.are_sized = are_sized
 
     def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
