@@ -113,7 +113,7 @@ def test_bad_usage_is_one_line(trace: Path, arguments: tuple[str, ...], message:
 
 def test_ctrl_c_before_anything_was_found_says_so(tmp_path: Path) -> None:
     os.mkfifo(path := tmp_path / "trace.json")
-    command = [sys.executable, "-m", "rrfp", "plan", path]
+    command = [sys.executable, "-m", "rrfp", "plan", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with path.open("w"):  # opens once the command reads
         process.send_signal(signal.SIGINT)
@@ -126,7 +126,7 @@ def test_ctrl_c_in_the_search_writes_the_best_so_far(tmp_path: Path) -> None:
     traces = [simulate(table, hint="bf", limit="1f1b").result.trace(number) for number, table in enumerate(steps)]
     write_chrome(tmp_path / "trace.json", traces)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "rrfp", "plan", tmp_path / "trace.json", "--out", tmp_path / "plan.json"]
+    command = [sys.executable, "-m", "rrfp", "plan", str(tmp_path / "trace.json"), "--out", str(tmp_path / "plan.json")]
     command += ["--hint", "bf", "--limit", "1f1b", "--microbatches", "64,1024,2048,4096", "--tasks", "100000000"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     for name in ("CI", "NO_COLOR", "FORCE_COLOR"):
