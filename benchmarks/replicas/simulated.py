@@ -72,10 +72,10 @@ class Row:
     claimed_bytes: float
 
 
-def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS) -> Iterator[Row]:
-    """All layouts and kinds."""
+def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS, kinds: Sequence[str] = KINDS) -> Iterator[Row]:
+    """All slow ranks of some layouts and kinds."""
     for layout in layouts:
-        for kind in KINDS:
+        for kind in kinds:
             count = 1 if kind in _ALIKE else steps
             equal = mean(_plain(Case(layout, kind, 1.0), step) for step in range(FEW, FEW + count))
             for factor in FACTORS:
@@ -314,6 +314,6 @@ def _gain(profile: str, jitter: str, replicas: int, seed: int, rounds: int) -> t
     homes = [replica for replica in range(replicas) for _ in range(each)]
     pooled = PooledStep(Layout(stages, replicas), homes, seconds, limit=limit)
     both = forward + backward
-    least = max(both[:stage].sum(axis=0).min() + both[stage].sum() / replicas for stage in range(stages))
+    least = float(max(both[:stage].sum(axis=0).min() + both[stage].sum() / replicas for stage in range(stages)))
     slowest = max(alone)
     return mean(alone) / slowest, least / slowest, pooled.run() / slowest, pooled.crossed / (2 * len(homes))

@@ -17,7 +17,7 @@ __all__ = ["fork_server"]
 
 
 def test_dealing_lies_between_the_bound_and_replicas_alone() -> None:
-    every = [*rows((Layout(4, 2),), 2)]
+    every = [*rows((Layout(2, 4),), 2, ("J0", "late", "uneven"))]
     found = {(row.kind, row.factor): row for row in every if row.slow < 2}
     assert found["J0", 1.0].plain == found["J0", 1.0].dealt == pytest.approx(1.0)
     for factor in (1.5, 2.0, 4.0):
@@ -29,7 +29,7 @@ def test_dealing_lies_between_the_bound_and_replicas_alone() -> None:
         assert row.bound <= row.claimed < row.plain
     late = found["late", 2.0]
     assert late.claimed < late.plain - 0.1
-    two = next(row for row in every if (row.kind, row.factor, row.slow) == ("J0", 2.0, 2))
+    two = next(row for row in every if (row.kind, row.factor, row.slow) == ("J0", 4.0, 2))
     assert two.bound is not None
     assert two.bound <= two.claimed < two.dealt - 0.2
     assert found["uneven", 1.0].dealt < 0.97  # sizes tell which replica has more
@@ -40,10 +40,9 @@ def test_dealing_lies_between_the_bound_and_replicas_alone() -> None:
 def test_gains_are_of_microbatches_that_differ() -> None:
     found = {(row.profile, row.jitter): row for row in gains((2,), 1)}
     even = found["even", "J0"]
-    assert even.claimed == even.average == even.bound == pytest.approx(1.0)
-    assert even.crossed == 0
+    assert (even.claimed, even.average, even.bound, even.crossed) == pytest.approx((1, 1, 1, 0))
     assert found["mllm", "J0"].average < 1
-    assert all(row.bound <= row.claimed for row in found.values())
+    assert all(row.bound <= row.claimed + 1e-9 for row in found.values())
 
 
 @pytest.mark.slow
