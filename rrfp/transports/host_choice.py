@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgpack
 
@@ -15,6 +16,7 @@ from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.links.flow import HomeLoop
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.rendezvous import by_peer, lookup_peer, publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, try_slot
@@ -87,15 +89,18 @@ class HostChoice:
         await publish_in_time(context, self._key(peer, rank), obstacle.encode())
         return obstacle
 
-    def transports(self, context: TransportContext) -> Iterator[ShmTransport | ZmqTransport]:
-        """One transport or more, each with its part of the context's peers."""
+    def transports(
+        self, context: TransportContext, whole: LinkedTransport[Any] | None = None
+    ) -> Iterator[ShmTransport | ZmqTransport]:
+        """One transport or more, each with its part of the context's peers, and a part of ``whole``."""
         shared = tuple(peer for peer in context.peers if not self.obstacles[peer])
         others = tuple(peer for peer in context.peers if self.obstacles[peer])
         if shared:
-            yield ShmTransport(replace(context, peers=shared))
+            yield ShmTransport(replace(context, peers=shared), whole)
         if others or not shared:
             is_near = all(is_reached_by_ipc(self._own, self._hosts[peer]) for peer in others)
-            yield ZmqTransport(replace(context, peers=others, single_host=context.single_host and is_near))
+            beyond = replace(context, peers=others, single_host=context.single_host and is_near)
+            yield ZmqTransport(beyond, whole=whole)
 
     def describe(self, peer: int) -> str:
         """The choice for a peer, and the reason if it is not shm."""

@@ -79,7 +79,7 @@ async def test_auto_moves_tensors_between_hosts_in_plain_text_on_request_only(
 ) -> None:
     left, right = makers.contexts(rendezvous=makers.Store(), secret=SECRET, plain_data=plain_data)
     async with makers.started(AutoTransport(left), makers.Abroad(right)) as pair:
-        chosen: Any = pair.left._by_peer[1]  # type: ignore[attr-defined]
+        (chosen,) = pair.left._parts  # type: ignore[attr-defined]
         assert isinstance(chosen, ZmqTransport)
         assert tuple(mechanisms(chosen)[channel] for channel in Channel) == expected
         assert index_of(await pass_on(pair, data(torch.ones(300_000), index=2))) == 2
