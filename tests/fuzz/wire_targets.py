@@ -31,7 +31,7 @@ from rrfp.transports.shm.packets import Packet, PacketSocket
 from rrfp.transports.shm.slots import Slot
 from rrfp.transports.shm.state import Copier, TransportState
 from rrfp.transports.shm.transport import PendingConnections
-from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, WANT, announced, number_of
+from rrfp.transports.tunnel.p2p import BESIDE, CREDIT, ENTRY, FAREWELL, WANT, announced, number_of
 from rrfp.transports.wire.codec import VERSION, Codec, Sealed
 from rrfp.transports.wire.header_checks import HeaderChecks
 from rrfp.transports.wire.tensor_bytes import DTYPES
@@ -184,7 +184,7 @@ class _Owner:
     def on_bad_frame(self, error: TransportError) -> None:
         self.errors.append(error)
 
-    def on_lost(self, error: PeerLostError) -> None:
+    def on_error(self, error: PeerLostError) -> None:
         raise AssertionError(f"a frame ended the connection: {error}")
 
 

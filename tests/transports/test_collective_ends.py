@@ -16,7 +16,7 @@ from rrfp.errors import PeerLostError, TransportClosedError
 from rrfp.lab.gloo_backend import GlooBackend, over_gloo
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
-from rrfp.transports.tunnel.announcements import FAREWELL
+from rrfp.transports.tunnel.p2p import FAREWELL
 
 
 async def test_an_abort_ends_transfers_at_both_ends() -> None:

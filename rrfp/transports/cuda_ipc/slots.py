@@ -24,9 +24,8 @@ from rrfp.errors import FrameError, RrfpError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.base import Channel, Plain
 from rrfp.transports.links.flow import CLOSED, background
-from rrfp.transports.tunnel.announcements import ENTRY, entry_of
 from rrfp.transports.tunnel.link import TunnelLink
-from rrfp.transports.tunnel.p2p import Transfer
+from rrfp.transports.tunnel.p2p import ENTRY, Transfer, entry_of
 from rrfp.transports.wire.header_checks import HeaderChecks, TensorSpec
 
 #: Slots for each peer and direction: while one is read, the next ones are written.

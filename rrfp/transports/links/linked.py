@@ -298,7 +298,7 @@ class LinkedTransport(Transport, Generic[Link]):
     def _on_error_raised(self) -> None:
         self._pending_errors -= 1
 
-    def on_lost(self, error: PeerLostError) -> None:
-        """A peer is lost, and its last message was reported."""
+    def on_error(self, error: RrfpError) -> None:
+        """A peer is lost, and its last message was reported, or this end failed: ``receive`` raises it."""
         assert self._inbox is not None
         self._inbox.put(error)

@@ -289,7 +289,7 @@ class ShmLink(GreetedLink[ShmOutlet]):
             return
         error = PeerLostError(self.peer, reason)
         self.end(error)
-        self._shared.owner.on_lost(error)
+        self._shared.owner.on_error(error)
 
     def end(self, error: RrfpError) -> None:
         """Free all resources; sends raise the first ``error`` passed. May be called twice."""

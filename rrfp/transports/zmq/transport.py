@@ -155,7 +155,7 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
         self._inlets: list[ZmqInlet] = []
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
-        context, on_lost = self.context, self._whole.on_lost
+        context, on_lost = self.context, self._whole.on_error
         self._links = {peer: ZmqLink(peer, self._codec, context.queue_bytes, on_lost) for peer in context.peers}
         security = Security(context)
         address = await choose_address(context, self._address)
