@@ -81,7 +81,6 @@ class ThreadLane(Lane):
         return future
 
     def stack(self) -> str:
-        """See :meth:`Lane.stack`."""
         return "" if self._thread is None else stack_of(self._thread.ident)
 
     def core_wait(self) -> float | None:
