@@ -32,8 +32,7 @@ class _Published:
     sharing: str
 
     def pack(self) -> bytes:
-        packed: bytes = msgpack.packb([self.host.to_plain(), self.address, self.sharing])
-        return packed
+        return bytes(msgpack.packb([self.host.to_plain(), self.address, self.sharing]))
 
     @classmethod
     def unpack(cls, rank: int, value: bytes) -> _Published:

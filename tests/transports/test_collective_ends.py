@@ -70,7 +70,7 @@ async def test_a_transfer_that_fails_before_its_sender_left_in_order_is_a_loss(o
         link = link_of(right)
         if order == "failure":
             link.beside._incoming.group.abort()
-            await until(lambda: link._arrivals.pending == 0)
+            await until(lambda: not link._arrivals.completing)
         await link_of(left).base.send(1, replace(note(), body={FAREWELL: True}))
         await left.send(1, note(5))
         assert index_of(await receive(right)) == 5 if order == "farewell" else True

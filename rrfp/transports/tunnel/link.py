@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from rrfp import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Channel, Message, Plain, Transport
@@ -30,7 +28,6 @@ from rrfp.transports.tunnel.p2p import (
     WANT,
     P2PChannel,
     P2PError,
-    TensorHeader,
     announced,
     announcement,
     check_body,
@@ -95,7 +92,7 @@ class TunnelLink(StagedLink):
             beside.refuse(number, fields)
             raise
         received = beside.receive(number, header.moved, fields)
-        self._arrivals.add_pending(message, header.num_bytes, _assembled(header, received))
+        self._arrivals.add_pending(message, header.num_bytes, header.assemble(received))
 
     def _on_whole(self, message: Message, num_bytes: int) -> None:
         number = self._sequences[message.channel]
@@ -236,7 +233,3 @@ class TunnelOutlet(Outlet):
             return True
         self.window.release(cost)
         return False
-
-
-async def _assembled(header: TensorHeader, received: Awaitable[list[Tensor]]) -> Message:
-    return header.assemble(await received)

@@ -103,9 +103,9 @@ class TensorHeader(NamedTuple):
     def num_bytes(self) -> int:
         return self.message.num_bytes + sum(spec.num_bytes for spec in self.moved)
 
-    def assemble(self, received: Sequence[Tensor]) -> Message:
-        """The whole message; ``received`` are the tensors that the channel brings."""
-        arrived = iter(received)
+    async def assemble(self, receiving: Awaitable[list[Tensor]]) -> Message:
+        """The whole message, with the tensors that the channel brings."""
+        arrived = iter(await receiving)
         tensors = [
             own if spec is None else next(arrived).requires_grad_(spec.requires_grad)
             for own, spec in zip(self.message.tensors, self.specs, strict=True)

@@ -92,12 +92,8 @@ class Arrivals:
         self._deliver = deliver
         self._on_failed = on_failed
         self._queues = {channel: deque[Message | asyncio.Future[Message]]() for channel in Channel}
-        self._completing: set[asyncio.Future[Message]] = set()
-
-    @property
-    def pending(self) -> int:
-        """How many messages are being completed."""
-        return len(self._completing)
+        #: Messages that are being completed.
+        self.completing: set[asyncio.Future[Message]] = set()
 
     def is_first_pending(self, channel: Channel) -> bool:
         """Whether the next message of a channel is being completed."""
@@ -113,11 +109,11 @@ class Arrivals:
         """A message arrived, and will be whole, with ``num_bytes``."""
         future = asyncio.ensure_future(completing)
         self._queues[message.channel].append(future)
-        self._completing.add(future)
+        self.completing.add(future)
         future.add_done_callback(partial(self._on_completed, message, num_bytes))
 
     def _on_completed(self, message: Message, num_bytes: int, completed: asyncio.Future[Message]) -> None:
-        self._completing.discard(completed)
+        self.completing.discard(completed)
         if completed.cancelled() or isinstance(error := completed.exception(), TransportClosedError | PeerLostError):
             return  # this end has ended the transfer
         channel = message.channel
@@ -137,7 +133,7 @@ class Arrivals:
         while queue:
             message = queue[0]
             if not isinstance(message, Message):
-                if message in self._completing or message.exception() is not None:
+                if message in self.completing or message.exception() is not None:
                     return
                 message = message.result()
             queue.popleft()
@@ -145,7 +141,7 @@ class Arrivals:
 
     def end(self) -> None:
         """Complete no more messages; copies under way end by themselves. May be called twice."""
-        for completing in self._completing:
+        for completing in self.completing:
             completing.cancel()
 
 
@@ -259,7 +255,7 @@ class StagedLink:
         self._report_if_idle()
 
     def _report_if_idle(self) -> None:
-        if self._loss is not None and not self._arrivals.pending:
+        if self._loss is not None and not self._arrivals.completing:
             self._report()
 
     def _report(self) -> None:
