@@ -73,14 +73,8 @@ class SharedGradients:
                 continue
             for v in others:
                 with self.swapped_in(v):
-                    gradient = _pop_gradient(parameter)
+                    gradient, parameter.grad = parameter.grad, None
                 with self.swapped_in(home):
                     if gradient is None:
                         continue
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-def _pop_gradient(parameter: nn.Parameter) -> Tensor | None:
-    gradient = parameter.grad
-    parameter.grad = None
-    return gradient
