@@ -65,7 +65,6 @@ class ThreadLane(Lane):
         self._last: _Call | None = None
 
     def start(self) -> None:
-        """Start the thread. See :meth:`Lane.start`."""
         if self._loop is not None:
             raise RuntimeError("the lane was started before")
         self._loop = asyncio.get_running_loop()

@@ -201,5 +201,4 @@ class ShmTransport(LinkedTransport[ShmLink]):
 
 
 def address_key(context: TransportContext, rank: int) -> str:
-    """The key under which ``rank`` publishes its address."""
     return f"shm/{context.run_id}/{context.restart}/{rank}"

@@ -101,7 +101,6 @@ class Arrivals:
         return bool(queue) and not isinstance(queue[0], Message)
 
     def add(self, message: Message) -> None:
-        """A whole message arrived."""
         self._queues[message.channel].append(message)
         self._flush(message.channel)
 
@@ -210,7 +209,6 @@ class StagedLink:
                 return
 
     def on_message(self, message: Message) -> None:
-        """The base transport brought a message."""
         try:
             if not self._reported:
                 self._add(message)
@@ -232,7 +230,6 @@ class StagedLink:
         self._report_if_idle()
 
     def _on_missed(self, channel: Channel, num_bytes: int, error: TransportError | P2PError) -> None:
-        """A message did not become whole."""
         assert isinstance(error, TransportError)
         self.consumed(channel, num_bytes)
         self._owner.on_error(error)

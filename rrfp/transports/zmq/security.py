@@ -102,7 +102,6 @@ class Security:
             listener.setsockopt(zmq.CURVE_SECRETKEY, self._private)
 
     def admit_passwords(self, gate: Gate) -> None:
-        """Admit the plain connections of all peers."""
         own, key = self._context.rank, self._key
         for peer in self._context.peers:
             gate.admit_password(peer, self._password_between(peer, own, key))

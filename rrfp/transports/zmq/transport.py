@@ -217,5 +217,4 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
 
 
 def endpoint_key(context: TransportContext, rank: int) -> str:
-    """The key under which ``rank`` publishes its endpoint."""
     return f"zmq/{context.run_id}/{context.restart}/{rank}"
