@@ -145,12 +145,12 @@ class CudaIpcTransport(TunnelTransport):
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context, copies = self.context, self.context.copies
         sharing = copies if isinstance(copies, SharesDeviceMemory) else None
-        choice = HostChoice(context, self._host(), "" if sharing is None else sharing.sharing)
+        choice = HostChoice(context, replace(self._host(), sharing="" if sharing is None else sharing.sharing))
         await choice.look(home, deadline_s)
         self._check_open()
         tried: dict[int, Slots | str] = {}
         if sharing is not None:
-            like = [peer for peer in context.tensor_peers if choice.sharing[peer] == sharing.sharing]
+            like = [peer for peer in context.tensor_peers if choice.hosts[peer].sharing == sharing.sharing]
             near = [peer for peer in like if not choice.obstacles[peer]]
             tried = await by_peer(near, lambda peer: _Trial(context, sharing, peer, deadline_s).run())
             self._check_open()
