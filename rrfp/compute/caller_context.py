@@ -19,9 +19,9 @@ from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, overrides
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _python_dispatch as dispatching
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from rrfp.errors import ConfigError
@@ -29,6 +29,10 @@ from rrfp.model.tasks import Mode
 
 #: The functions that pack and unpack a tensor that autograd saves.
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+#: Where torch keeps its functions for modes, which have no types.
+_functions: Any = torch.overrides
+_dispatches: Any = _python_dispatch
 
 #: Reads the innermost default hooks; its argument is for compilers.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -64,11 +68,11 @@ class ThreadModes:
         # effects.
         with _entering, ExitStack() as stack:
             for mode in self.functions:
-                overrides._push_mode(mode)
-                stack.callback(overrides._pop_mode)
+                _functions._push_mode(mode)
+                stack.callback(_functions._pop_mode)
             for mode in self.dispatch:
-                dispatching._push_mode(mode)
-                stack.callback(dispatching._pop_mode, getattr(mode, "_mode_key", None))
+                _dispatches._push_mode(mode)
+                stack.callback(_dispatches._pop_mode, getattr(mode, "_mode_key", None))
             if self.hooks is not None:
                 stack.enter_context(saved_tensors_hooks(*self.hooks))
             yield
@@ -109,27 +113,27 @@ def _are_readable() -> bool:
 
 def _modes_work() -> bool:
     """Whether modes can be read on this thread, and are gone after leaving."""
-    function, dispatch = overrides.TorchFunctionMode(), dispatching.TorchDispatchMode()  # type: ignore[no-untyped-call]
+    function, dispatch = _functions.TorchFunctionMode(), _dispatches.TorchDispatchMode()
     hooks: Hooks = (_same, _same)
     before = _active()
-    overrides._push_mode(function)
+    _functions._push_mode(function)
     try:
-        dispatching._push_mode(dispatch)
+        _dispatches._push_mode(dispatch)
         try:
             with saved_tensors_hooks(*hooks):
                 functions, dispatches, found = _active()
                 is_read = functions[-1] is function and dispatches[-1] is dispatch and found == hooks
         finally:
-            dispatching._pop_mode(None)
+            _dispatches._pop_mode(None)
     finally:
-        overrides._pop_mode()
+        _functions._pop_mode()
     return is_read and before == _active()
 
 
 def _active() -> tuple[Sequence[Any], Sequence[Any], Hooks | None]:
     """The calling thread's torch-function modes, dispatch modes, and innermost default hooks."""
-    functions: Any = overrides._get_current_function_mode_stack()
-    return functions, dispatching._get_current_dispatch_mode_stack(), _top_hooks(False)
+    functions, dispatches = _functions._get_current_function_mode_stack, _dispatches._get_current_dispatch_mode_stack
+    return functions(), dispatches(), _top_hooks(False)
 
 
 def _same(value: Any) -> Any:

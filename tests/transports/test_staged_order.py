@@ -126,7 +126,8 @@ async def test_control_stays_in_order_behind_a_copy_that_is_late(monkeypatch: py
             gate.gate.set()
             seen.append(index_of(await soon(receiving, "the copy ends")))
         seen += [index_of(await receive(pair.right)) for _ in range(2)]
-        assert seen == [2, 1, 3, 4]
+        seen.remove(1)  # whose place among the messages of another channel is free
+        assert seen == [2, 3, 4]
 
 
 async def test_a_peer_is_lost_after_its_last_message_was_copied() -> None:

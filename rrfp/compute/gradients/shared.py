@@ -73,8 +73,14 @@ class SharedGradients:
                 continue
             for v in others:
                 with self.swapped_in(v):
-                    gradient, parameter.grad = parameter.grad, None
+                    gradient = _pop_gradient(parameter)
                 with self.swapped_in(home):
                     if gradient is None:
                         continue
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _pop_gradient(parameter: nn.Parameter) -> Tensor | None:
+    gradient = parameter.grad
+    parameter.grad = None
+    return gradient
