@@ -80,7 +80,9 @@ async def test_control_is_received_while_tensors_are_on_their_way_to_the_device(
         gate.gate.set()
         await pair.left.send(1, replace(note(6), tensors=(on(pair.devices[0], 1),)))
         await pair.left.send(1, note(7))
-        assert [index_of(await receive(pair.right)) for _ in range(3)] == [1, 6, 7]
+        seen = [index_of(await receive(pair.right)) for _ in range(3)]
+        seen.remove(1)
+        assert seen == [6, 7]
 
 
 @pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport])
