@@ -131,37 +131,6 @@ class StepTrace:
         return html
 
 
-class SpanRing:
-    """Keeps the newest ``capacity`` spans."""
-
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        self._spans: deque[Span] = deque(maxlen=capacity)
-        self._recorded = 0
-
-    def record(self, span: Span) -> None:
-        """Keep ``span``; the oldest goes when the ring is full."""
-        self._spans.append(span)
-        self._recorded += 1
-
-    def cut(self, step: int, start: float, end: float, peaks: tuple[StagePeaks, ...] = ()) -> StepTrace:
-        """Everything recorded since the last cut, as the trace of ``step``."""
-        spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
-        dropped, self._recorded = self._recorded - len(spans), 0
-        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
-        for span in spans:
-            by_type[type(span)].append(span)
-        return StepTrace(
-            step=step,
-            start=start,
-            end=end,
-            tasks=tuple(by_type[TaskSpan]),
-            waits=tuple(by_type[WaitSpan]),
-            messages=tuple(by_type[MessageSpan]),
-            dropped=dropped,
-            peaks=peaks,
-        )
-
-
 def merge(traces: Iterable[StepTrace]) -> StepTrace:
     """One trace of all ranks; joins the two ends of each message."""
     parts = list(traces)
@@ -237,7 +206,9 @@ class Recorder:
     def __init__(self, stage: int, now: Callable[[], float], capacity: int = DEFAULT_CAPACITY) -> None:
         self._stage = stage
         self._now = now
-        self._ring = SpanRing(capacity)
+        #: The newest ones since the step began, and how many there were.
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._recorded = 0
         self._opened = 0.0
         self._idle_since = 0.0
         self._cause: WaitCause | None = None
@@ -271,16 +242,16 @@ class Recorder:
         if self._cause is not None:
             self._end_wait(start)
             self._cause = None
-        self._ring.record(TaskSpan(self._stage, task, start, end, launched, num_bytes))
+        self._record(TaskSpan(self._stage, task, start, end, launched, num_bytes))
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:
         """The output of ``task`` was sent to stage ``peer``."""
-        self._ring.record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
+        self._record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
 
     def arrived(self, peer: int, task: Task, num_bytes: int) -> None:
         """The output of ``task`` arrived from stage ``peer``."""
-        self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
+        self._record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
 
     def close(
         self,
@@ -298,17 +269,35 @@ class Recorder:
         if self._cause is not None:
             self._end_wait(now)
             self._cause = None
-        own_peaks = () if peaks is None else (StagePeaks(self._stage, peaks),)
-        trace = self._ring.cut(step, self._opened, now, own_peaks)
-        waits: tuple[CoreWait, ...] = ()
+        spans, self._spans = self._spans, deque(maxlen=self._spans.maxlen)
+        dropped, self._recorded = self._recorded - len(spans), 0
+        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
+        for span in spans:
+            by_type[type(span)].append(span)
+        core_waits: tuple[CoreWait, ...] = ()
         if core_wait is not None:
-            waits, self._core_wait = (CoreWait(self._stage, core_wait - self._core_wait),), core_wait
-        skipped = () if visits is None else skips(visits.skipped)
-        return replace(trace, skipped=skipped, sizes=sizes, core_waits=waits)
+            core_waits, self._core_wait = (CoreWait(self._stage, core_wait - self._core_wait),), core_wait
+        return StepTrace(
+            step=step,
+            start=self._opened,
+            end=now,
+            tasks=tuple(by_type[TaskSpan]),
+            waits=tuple(by_type[WaitSpan]),
+            messages=tuple(by_type[MessageSpan]),
+            dropped=dropped,
+            peaks=() if peaks is None else (StagePeaks(self._stage, peaks),),
+            skipped=() if visits is None else skips(visits.skipped),
+            sizes=sizes,
+            core_waits=core_waits,
+        )
 
     def _end_wait(self, end: float) -> None:
         if self._cause is not None and end > self._cause_since:
-            self._ring.record(WaitSpan(self._stage, self._cause, self._cause_since, end))
+            self._record(WaitSpan(self._stage, self._cause, self._cause_since, end))
+
+    def _record(self, span: Span) -> None:
+        self._spans.append(span)
+        self._recorded += 1
 
 
 class TraceHistory:
