@@ -233,8 +233,7 @@ class TraceSaver:
 
     async def _share(self, own: T, name: str) -> list[T]:
         """Give ``own`` to all ranks, and get what each gives, by rank."""
-        answers = await self._all_gather.all_gather(_TOPIC, self._next_round(), records.pack(own))
-        return [records.unpack(type(own), data, name) for data in answers]
+        return await self._all_gather.share(_TOPIC, self._next_round(), own, name)
 
     async def _reduce(self, own: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         return await self._all_gather.reduce(_TOPIC, self._next_round(), own, answer)

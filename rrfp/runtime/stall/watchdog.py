@@ -15,7 +15,7 @@ from rrfp import timeouts
 from rrfp.errors import DeadlockError, ProtocolError
 from rrfp.log import get_logger
 from rrfp.runtime import records
-from rrfp.runtime.all_gather import to_tensor
+from rrfp.runtime.all_gather import bytes_in, to_tensor
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
 from rrfp.runtime.messenger import Handler
@@ -134,9 +134,7 @@ class Watchdog:
     def _on_verdict(self, message: Message) -> None:
         match message.body:
             case {"first": int() | None as first, **rest} if not rest and message.sender == self._parent:
-                tensor = message.tensors[0] if len(message.tensors) == 1 else None
-                packed = b"" if tensor is None else tensor.numpy().tobytes()
-                self._take(records.unpack(Verdict, packed, "a verdict"), first)
+                self._take(records.unpack(Verdict, bytes_in(message), "a verdict"), first)
             case _:
                 raise ProtocolError(f"rank {message.sender} sent a {message.kind} that cannot be read")
 
