@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from rrfp import timeouts
 from rrfp.errors import OverdueError, PeerLostError
 from rrfp.host import ProcessIdentity, ProcessWatch, ended
 from rrfp.log import get_logger
-from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
@@ -25,38 +24,10 @@ from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.runtime.start.handshake import StartDigests
 from rrfp.transports.base import MessageKind
 
-#: A check is late by this part of the limit at most.
-_PRECISION = 0.01
-
-
-class TaskTimeout:
-    """Watches the lane of one rank, whose tasks may take ``limit`` seconds."""
-
-    def __init__(
-        self, context: RankContext, progress: StallProgress, limit: float, describe: Callable[[int], str]
-    ) -> None:
-        self._rank = context.topology.rank
-        self._stack = context.lane.stack
-        self._fail = context.fail
-        self._progress = progress
-        self._limit = limit
-        self._describe = describe
-
-    async def watch(self) -> None:
-        """Fail once something has run for too long."""
-        awake = AwakeTime(self._limit)
-        while (seconds := min(self._progress.running_seconds(), awake.seconds())) < self._limit:
-            await awake.sleep(max(self._limit - seconds, _PRECISION * self._limit))
-        running, task = self._progress.running(), self._progress.running_task()
-        stack = self._stack()
-        text = (
-            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
-            f"{self._describe(self._rank)}"
-        )
-        self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
-
-
 logger = get_logger(__name__)
+
+#: A check of a task is late by this part of its limit at most.
+_PRECISION = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +48,14 @@ class HealthMonitor:
         all_gather: TreeAllGather,
         settings: RankSettings,
     ) -> None:
-        post, stall_after, abort_after = driver.messenger.post, settings.stall_after, settings.abort_after
-        progress = StallProgress(context, driver)
-        self._topology = context.topology
-        self._peers = context.transport.context.peers
-        self._closed_peers = context.closed_peers
-        self._fail = context.fail
+        post, stall_after = driver.messenger.post, settings.stall_after
+        self._context = context
+        self._settings = settings
         self._all_gather = all_gather
         #: The process of each rank, once all have exchanged theirs.
         self._identities: dict[int, ProcessIdentity] = {}
-        self._peer_monitor = peers = PeerMonitor(context, self._identities, post, stall_after, abort_after)
-        self._progress = progress
-        self._stall_after = stall_after
-        self._stack = context.lane.stack
+        self._peer_monitor = peers = PeerMonitor(context, self._identities, post, stall_after, settings.abort_after)
+        self._progress = progress = StallProgress(context, driver)
         #: Asks all ranks for their status.
         self.query = StatusQuery(context, self._status, peers, post)
         self._watchdog = Watchdog(context, progress, self.query, peers, post, stall_after)
@@ -98,16 +64,25 @@ class HealthMonitor:
             **self.query.handlers,
             **self._watchdog.handlers,
         }
-        self._task_timeout = None
-        if abort_after is not None:
-            self._task_timeout = TaskTimeout(context, progress, abort_after, self._peer_monitor.describe)
         self._processes = ProcessWatch(self._process_ended)
 
     def services(self) -> Iterable[Coroutine[Any, Any, None]]:
         """Run these until the rank ends."""
         yield self._watchdog.watch()
-        if self._task_timeout is not None:
-            yield self._task_timeout.watch()
+        if self._settings.abort_after is not None:
+            yield self._end_overdue(self._settings.abort_after)
+
+    async def _end_overdue(self, limit: float) -> None:
+        """Fail once the lane has run something for ``limit`` seconds."""
+        progress, awake = self._progress, AwakeTime(limit)
+        while (seconds := min(progress.running_seconds(), awake.seconds())) < limit:
+            await awake.sleep(max(limit - seconds, _PRECISION * limit))
+        running, task, stack = progress.running(), progress.running_task(), self._context.lane.stack()
+        text = (
+            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {limit:g}, on "
+            f"{self._peer_monitor.describe(self._context.topology.rank)}"
+        )
+        self._context.fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
 
     async def meet(self, agreement: StartDigests) -> list[StartDigests]:
         """Wait for all ranks, and exchange what they introduce themselves with. Once, at the start.
@@ -115,20 +90,16 @@ class HealthMonitor:
         Returns the agreements of all ranks, by rank.
         """
         own = ProcessIdentity.own()
-        gathered = await self._all_gather.all_gather("start", 0, records.pack(_Introduction(own, agreement)))
-        agreements = []
-        for rank, data in enumerate(gathered):
-            introduction = records.unpack(_Introduction, data, "the introduction of a rank")
-            self._identities[rank] = introduction.process
-            agreements.append(introduction.agreement)
-        self._processes.start(self._peers, self._identities, own)
-        return agreements
+        gathered = await self._all_gather.share("start", 0, _Introduction(own, agreement), "the introduction of a rank")
+        self._identities.update(enumerate(each.process for each in gathered))
+        self._processes.start(self._context.transport.context.peers, self._identities, own)
+        return [each.agreement for each in gathered]
 
     def _status(self) -> RankStatus:
         status = self._progress.status()
-        lasts = status.running_s >= self._stall_after
-        process = self._peer_monitor.process_of(self._topology.rank)
-        return replace(status, process=process, stack=self._stack() if lasts else "")
+        lasts = status.running_s >= self._settings.stall_after
+        process = self._peer_monitor.process_of(self._context.topology.rank)
+        return replace(status, process=process, stack=self._context.lane.stack() if lasts else "")
 
     def process_of(self, rank: int) -> ProcessIdentity:
         """The process of ``rank``, once all ranks have met."""
@@ -140,9 +111,10 @@ class HealthMonitor:
         Takes `FAILED_PROCESS_GRACE_S` and `LAUNCHER_LOOKS_S` at most. It waits for no process that cannot be watched or
         that is this one. Returns whether ``rank`` is another one, so that its failure was logged here.
         """
-        if rank == self._topology.rank:
+        topology = self._context.topology
+        if rank == topology.rank:
             return False
-        logger.error("%s ends: aborted by %s", self._topology.name, why)
+        logger.error("%s ends: aborted by %s", topology.name, why)
         process = self._identities.get(rank)
         # A lost process has ended, or it is stopped and will not end.
         grace_s = timeouts.BREAK_GRACE_S if is_lost else timeouts.FAILED_PROCESS_GRACE_S
@@ -156,5 +128,5 @@ class HealthMonitor:
         self._peer_monitor.close()
 
     def _process_ended(self, peer: int) -> None:
-        if peer not in self._closed_peers:
-            self._fail(PeerLostError(peer, "its process ended"))
+        if peer not in self._context.closed_peers:
+            self._context.fail(PeerLostError(peer, "its process ended"))

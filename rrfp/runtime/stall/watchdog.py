@@ -47,11 +47,7 @@ class Watchdog:
         self._rank = rank = context.topology.rank
         self._parent = parent(rank)
         self._children = children(rank, context.topology.world)
-        self._fail = context.fail
-        self._observer = context.observer
-        self._spawn = context.supervisor.spawn
-        self._save_events = context.save_events
-        self._closed_peers = context.closed_peers
+        self._context = context
         self._progress = progress
         self._query = query
         self._peer_monitor = peer_monitor
@@ -86,7 +82,7 @@ class Watchdog:
         now = asyncio.get_running_loop().time()
         if not self._is_asking and now - self._asked_at >= self._stall_after * (1 - 2 * _PRECISION):
             self._is_asking, self._asked_at = True, now
-            self._spawn(self._ask_all())
+            self._context.supervisor.spawn(self._ask_all())
 
     async def _ask_all(self) -> None:
         """On rank 0: ask until the answers tell enough, and pass the verdict on; none where an answer is missing."""
@@ -110,15 +106,15 @@ class Watchdog:
         packed = to_tensor(records.pack(verdict))
         message = Message(Channel.CONTROL, MessageKind.VERDICT, tensors=(packed,), body={"first": first})
         for child in self._children:
-            if child not in self._closed_peers:
+            if child not in self._context.closed_peers:
                 self._post(child, message)
         own, text = self._progress.status(), verdict.text
         if verdict.deadlock:
             logger.error("%s", text, stage=own.stage, step=own.step)
-            self._fail(DeadlockError(text))
+            self._context.fail(DeadlockError(text))
         elif first is not None:
-            self._observer.stalled(text)
-            self._save_events(text)
+            self._context.observer.stalled(text)
+            self._context.save_events(text)
             if self._rank == first:  # so that there is one line for all
                 idle = self._progress.idle_seconds()
                 logger.warning(
