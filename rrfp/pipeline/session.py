@@ -102,7 +102,7 @@ class Session:
         state = self.state
         if state == "new":
             text = "not entered"
-        elif self.has_given_up or any(runner.failure is not None for runner in self._runners):
+        elif self.has_given_up or any(runner.abort.failure is not None for runner in self._runners):
             text = "aborted"
         elif state == "closed":
             text = "left"
@@ -363,7 +363,7 @@ class Session:
 
     def newest_traces(self) -> list[StepTrace | None]:
         """Of each rank here, the newest trace that it keeps."""
-        return [runner.newest_trace for runner in self._runners]
+        return [runner.saver.newest for runner in self._runners]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed training step."""
@@ -402,7 +402,7 @@ class Session:
     def check(self) -> None:
         """Raise `PipelineAborted` if a rank has failed."""
         for runner in self._runners:
-            runner.check()
+            runner.abort.check()
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """The statistics of each rank; none before the start."""
@@ -524,7 +524,7 @@ class Session:
     async def _close_ranks(self) -> None:
         """Leave in order, or after a failure once the peers have the abort; raises what no call has raised."""
         # A rank whose own call had returned when another one failed has raised nothing; the caller knows all the same.
-        is_known = any(runner.failure is not None and runner.failure.was_raised for runner in self._runners)
+        is_known = any((failure := runner.abort.failure) is not None and failure.was_raised for runner in self._runners)
         try:
             with suppress(PipelineAborted) if is_known else nullcontext():
                 await all_ended(runner.close() for runner in self._runners)

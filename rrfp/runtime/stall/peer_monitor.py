@@ -144,4 +144,6 @@ class PeerMonitor:
             return
         silent = asyncio.get_running_loop().time() - self._open[peer].since
         process = f" ({process})" if (process := self.process_of(peer)) else ""
-        self._context.fail(PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{process}"))
+        self._context.fail(
+            PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{process}")
+        )
