@@ -33,7 +33,6 @@ from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.sharer import ForwardSharer
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
-from rrfp.trace.spans import StageSlots
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -169,7 +168,7 @@ class StageRunner:
         core_wait = context.lane.core_wait()
         trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes, core_wait)
         if self._driver.follower is not None:
-            trace = replace(trace, limits=(StageSlots(self.core.stage, self.core.view.slots or 0),))
+            trace = replace(trace, limits={self.core.stage: self.core.view.slots or 0})
         self.saver.keep(plan, trace)
         losses = await self._reporter.losses()
         return StepResult.awaiting(

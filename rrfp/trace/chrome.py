@@ -177,15 +177,15 @@ class _Step:
         trace = self._trace
         args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
-            args["peaks"] = {str(entry.stage): asdict(entry.peaks) for entry in trace.peaks}
+            args["peaks"] = {str(stage): asdict(peaks) for stage, peaks in trace.peaks.items()}
         if trace.limits:
-            args[LIMITS] = {str(entry.stage): entry.slots for entry in trace.limits}
+            args[LIMITS] = {str(stage): slots for stage, slots in trace.limits.items()}
         if self._graph is not None and trace.skipped:
             args[SKIPPED] = skipped_to_plain(trace.skipped, self._graph)
         if trace.sizes is not None:
             args[SIZES] = [*trace.sizes]
         if trace.core_waits:
-            args[CORE_WAITS] = {str(wait.stage): wait.seconds for wait in trace.core_waits}
+            args[CORE_WAITS] = {str(stage): seconds for stage, seconds in trace.core_waits.items()}
         yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, args)
         for span in trace.tasks:
             yield self._task(span)

@@ -6,8 +6,8 @@ Times are seconds on one clock for all ranks of a host (the lanes' clock), or vi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, replace
 from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
@@ -67,30 +67,6 @@ Span = TaskSpan | WaitSpan | MessageSpan
 
 
 @record
-class StagePeaks:
-    """The most that ``stage`` held in a step."""
-
-    stage: int
-    peaks: Peaks
-
-
-@record
-class StageSlots:
-    """The chunk tasks that ``stage`` might hold in a step."""
-
-    stage: int
-    slots: int
-
-
-@record
-class CoreWait:
-    """In a step the compute thread of ``stage`` could run for ``seconds`` and no core was free."""
-
-    stage: int
-    seconds: float
-
-
-@record
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all."""
 
@@ -108,17 +84,18 @@ class StepTrace:
     messages: tuple[MessageSpan, ...] = ()
     #: Spans lost because the ring was full.
     dropped: int = 0
-    #: The most that each stage held, by stage; merged, the most of any rank. Empty where unknown.
-    peaks: tuple[StagePeaks, ...] = ()
+    #: The most that each stage held; merged, the most of any rank. Empty where unknown.
+    peaks: Mapping[int, Peaks] = field(default_factory=dict)
     #: Of a graph, the (microbatch, virtual stage) pairs that have no tasks, ascending.
     skipped: tuple[Skip, ...] = ()
     #: Of the microbatches, as the caller gave them (``step(sizes=...)``), or None. Merged, None where ranks received
     #: different ones.
     sizes: tuple[float, ...] | None = None
-    #: By stage. Empty where unknown, such as on devices.
-    core_waits: tuple[CoreWait, ...] = ()
-    #: The limit of each stage, by stage, where it changes from step to step; else empty.
-    limits: tuple[StageSlots, ...] = ()
+    #: By stage, the seconds for which its compute thread could run and no core was free. Empty where unknown, such as
+    #: on devices.
+    core_waits: Mapping[int, float] = field(default_factory=dict)
+    #: The chunk tasks that each stage might hold, where that changes from step to step; else empty.
+    limits: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_spans(self) -> int:
@@ -144,11 +121,11 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         waits=tuple(sorted((s for p in parts for s in p.waits), key=lambda s: (s.start, s.stage))),
         messages=_join(m for p in parts for m in p.messages),
         dropped=sum(part.dropped for part in parts),
-        peaks=_worst(peak for part in parts for peak in part.peaks),
+        peaks=_worst([part.peaks for part in parts]),
         skipped=parts[0].skipped,
         sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
-        core_waits=tuple(sorted((wait for part in parts for wait in part.core_waits), key=lambda wait: wait.stage)),
-        limits=tuple(sorted({limit for part in parts for limit in part.limits}, key=lambda limit: limit.stage)),
+        core_waits=dict(sorted(wait for part in parts for wait in part.core_waits.items())),
+        limits=dict(sorted(limit for part in parts for limit in part.limits.items())),
     )
 
 
@@ -176,11 +153,9 @@ def shifted(trace: StepTrace, seconds: float) -> StepTrace:
     )
 
 
-def _worst(peaks: Iterable[StagePeaks]) -> tuple[StagePeaks, ...]:
-    by_stage: dict[int, Peaks] = {}
-    for entry in peaks:
-        by_stage[entry.stage] = Peaks.worst([entry.peaks, by_stage.get(entry.stage, Peaks())])
-    return tuple(StagePeaks(stage, by_stage[stage]) for stage in sorted(by_stage))
+def _worst(every: Sequence[Mapping[int, Peaks]]) -> dict[int, Peaks]:
+    stages = sorted({stage for peaks in every for stage in peaks})
+    return {stage: Peaks.worst(peaks[stage] for peaks in every if stage in peaks) for stage in stages}
 
 
 def _join(messages: Iterable[MessageSpan]) -> tuple[MessageSpan, ...]:
@@ -274,9 +249,9 @@ class Recorder:
         by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
         for span in spans:
             by_type[type(span)].append(span)
-        core_waits: tuple[CoreWait, ...] = ()
+        core_waits: dict[int, float] = {}
         if core_wait is not None:
-            core_waits, self._core_wait = (CoreWait(self._stage, core_wait - self._core_wait),), core_wait
+            core_waits, self._core_wait = {self._stage: core_wait - self._core_wait}, core_wait
         return StepTrace(
             step=step,
             start=self._opened,
@@ -285,7 +260,7 @@ class Recorder:
             waits=tuple(by_type[WaitSpan]),
             messages=tuple(by_type[MessageSpan]),
             dropped=dropped,
-            peaks=() if peaks is None else (StagePeaks(self._stage, peaks),),
+            peaks={} if peaks is None else {self._stage: peaks},
             skipped=() if visits is None else skips(visits.skipped),
             sizes=sizes,
             core_waits=core_waits,

@@ -18,7 +18,7 @@ from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import BYTES, CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
 from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
 from rrfp.trace.job_data import JOB, TracedJob
-from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 #: Readers of the numbers of a file, which the caller of `read_chrome` knows.
 _whole, _number = partial(whole, error=value_error), partial(number, error=value_error)
@@ -132,10 +132,10 @@ class _Reader:
         self._tasks: dict[int, list[TaskSpan]] = defaultdict(list)
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
         self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
-        self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
-        self._limits: dict[int, tuple[StageSlots, ...]] = {}
+        self._peaks: dict[int, dict[int, Peaks]] = {}
+        self._limits: dict[int, dict[int, int]] = {}
         self._sizes: dict[int, tuple[float, ...] | None] = {}
-        self._core_waits: dict[int, tuple[CoreWait, ...]] = {}
+        self._core_waits: dict[int, dict[int, float]] = {}
         #: Step -> the first event of one of its stages.
         self._mentioned: dict[int, int] = {}
         self._graph: TaskGraph | None = None
@@ -244,34 +244,34 @@ def _cause(name: str) -> WaitCause:
     return _CAUSES[name]
 
 
-def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
+def _peaks(by_stage: Any) -> dict[int, Peaks]:
     try:
-        read = tuple(
-            StagePeaks(int(stage), Peaks(**{name: int(value) for name, value in peaks.items()}))
+        read = {
+            int(stage): Peaks(**{name: int(value) for name, value in peaks.items()})
             for stage, peaks in by_stage.items()
-        )
-        if any(entry.stage < 0 or min(astuple(entry.peaks)) < 0 for entry in read):
+        }
+        if any(stage < 0 or min(astuple(peaks)) < 0 for stage, peaks in read.items()):
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"args.peaks is {shown(by_stage)}, must be numbers from 0 on by name, by stage") from None
     return read
 
 
-def _limits(by_stage: Any) -> tuple[StageSlots, ...]:
+def _limits(by_stage: Any) -> dict[int, int]:
     try:
-        read = tuple(StageSlots(int(stage), int(slots)) for stage, slots in by_stage.items())
-        if any(entry.stage < 0 or entry.slots < 1 for entry in read):
+        read = {int(stage): int(slots) for stage, slots in by_stage.items()}
+        if any(stage < 0 or slots < 1 for stage, slots in read.items()):
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"args.{LIMITS} is {shown(by_stage)}, must be numbers from 1 on by stage") from None
     return read
 
 
-def _core_waits(by_stage: Any) -> tuple[CoreWait, ...]:
+def _core_waits(by_stage: Any) -> dict[int, float]:
     field = f"args.{CORE_WAITS}"
     if not isinstance(by_stage, dict) or not all(stage.isascii() and stage.isdigit() for stage in by_stage):
         raise ValueError(f"{field} is {shown(by_stage)}, must be seconds by stage")
-    return tuple(CoreWait(int(stage), _number(field, seconds, 0)) for stage, seconds in by_stage.items())
+    return {int(stage): _number(field, seconds, 0) for stage, seconds in by_stage.items()}
 
 
 def _sizes(value: Any) -> tuple[float, ...]:
