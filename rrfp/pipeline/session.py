@@ -31,7 +31,8 @@ from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
-from rrfp.runtime.grad_clipping import Clipping, OverflowShare
+from rrfp.runtime import records
+from rrfp.runtime.grad_clipping import Clipping, any_overflow
 from rrfp.runtime.lane_executor import running_here
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
@@ -346,8 +347,8 @@ class Session:
     def share_overflow(self, own: bool) -> Call[bool]:
         """Begin to compare whether gradients have overflowed, given whether they have in this process."""
         with self._beginning("comparing overflows"):
-            rest = self._gather("GradScaler.step", OverflowShare(own).packed(), OverflowShare(False).packed())
-        return Call("comparing overflows", rest, OverflowShare.any_of)
+            rest = self._gather("GradScaler.step", records.pack(own), records.pack(False))
+        return Call("comparing overflows", rest, any_overflow)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
         """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""

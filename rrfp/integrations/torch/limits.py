@@ -61,7 +61,7 @@ def within(
     thread = threading.Thread(target=_run, args=(call, outcome), name=f"rrfp-{what}", daemon=True)
     thread.start()
     deadline, warning = time.monotonic() + seconds, time.monotonic() + warn_s
-    while not _is_done(outcome, min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+    while not wait([outcome], min(LOOK_S, max(0.0, deadline - time.monotonic()))).done:
         check()
         if time.monotonic() >= warning:
             warning = float("inf")
@@ -82,11 +82,6 @@ def within(
     if outcome.exception() is not None:
         check()  # a peer that failed has closed its connections, too: the failure says more
     return outcome.result()
-
-
-def _is_done(outcome: Future[Any], seconds: float) -> bool:
-    done, _ = wait([outcome], seconds)
-    return bool(done)
 
 
 def _run(call: Callable[[], Any], outcome: Future[Any]) -> None:
@@ -164,8 +159,7 @@ class ReceiveWatch:
         """
         answer: Future[str | None] = Future()
         Thread(target=lambda: answer.set_result(_attempt(self._read)), daemon=True).start()
-        done, _ = wait([answer], ASK_S)
-        return self._named(answer.result() or "") if done else ""
+        return self._named(answer.result() or "") if wait([answer], ASK_S).done else ""
 
     def _read(self) -> str:
         # A store's own connection may be taken by a call that waits.

@@ -155,7 +155,7 @@ class ScheduleRRFP(TorchSchedule):
         arrivals = ReceiveWatch(listed[0], STAGES)
         arrivals.come()
         layout = self._in_time(arrivals, gather)
-        self.map_stages(layout.rank_of)
+        self.map_stages(dict(enumerate(layout.ranks)))
         divisor = n_microbatches if scale_grads else 1
         self._tasks = StageTasks(listed, n_microbatches, split=_split_of(options), divisor=divisor)
         self._pipe = OpenPipeline(pipeline_of(self._tasks, listed, layout, mesh, coordinate, options), self, "schedule")
