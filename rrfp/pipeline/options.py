@@ -78,9 +78,8 @@ def _seconds() -> Option:
     return Option("a finite number above 0", fits)
 
 
-def _integer(least: int | None = None) -> Option:
-    wanted = "an integer" if least is None else f"an integer >= {least}"
-    return Option(wanted, lambda value: type(value) is int and (least is None or value >= least))
+def _integer(least: int) -> Option:
+    return Option(f"an integer >= {least}", lambda value: type(value) is int and value >= least)
 
 
 def _or_none(option: Option, meaning: str) -> Option:

@@ -369,7 +369,8 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed training step."""
         with self._between("state_dict"):
-            return self._state(self._completed).plain()
+            plain: dict[str, Any] = records.to_plain(self._state(self._completed))
+        return plain
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; a ConfigError if it does not fit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from rrfp import timeouts
@@ -18,6 +18,7 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
+from rrfp.core.usage import Peaks
 from rrfp.errors import Origin, OverdueError, PeerLostError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, Task
@@ -268,10 +269,11 @@ class StageRunner:
 
     def statistics(self) -> RankStatistics:
         """The memory that it holds, and its traffic."""
-        context = self._context
-        return RankStatistics.of(
-            self.topology, self.core, self._reporter.earlier, context.transport, self._settings.device
-        )
+        topology, last_step, device = self.topology, self.core.peaks, self._settings.device
+        peaks = Peaks.worst([self._reporter.earlier, last_step])
+        moved = self._context.transport.statistics()
+        memory = (None, None, None) if device is None else astuple(device.memory())
+        return RankStatistics(topology.rank, topology.stage, self.core.holding, last_step, peaks, moved, *memory)
 
     @property
     def job(self) -> str:

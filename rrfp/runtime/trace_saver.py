@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Self, TypeVar
 
 import msgpack
@@ -277,33 +278,27 @@ def _write(
     runs = [
         (
             "pipeline" if topology.replicas == 1 else f"replica {replica}",
-            _Steps([_unpack(rank, packed[rank], offsets[rank]) for rank in ranks]),
+            *_steps([_unpack(rank, packed[rank], offsets[rank]) for rank in ranks]),
         )
         for replica, ranks in by_replica.items()
     ]
-    origin = min(steps.first.start for _, steps in runs)
+    origin = min(first.start for _, first, _ in runs)
     stages = range(topology.stages)
     try:
-        chrome = [ChromeRun(name, stages, steps, origin, graph) for name, steps in runs]
+        chrome = [ChromeRun(name, stages, steps, origin, graph) for name, _, steps in runs]
         write_runs(path, chrome, {"clocks": _plain(clocks), **({} if job is None else {JOB: job.to_plain()})})
     except ConfigError as error:
         return f"save_trace on rank 0: {error}"
     return ""
 
 
-class _Steps:
-    """The merged steps of one replica, each unpacked when its turn comes; read once."""
-
-    def __init__(self, ranks: Sequence[Iterator[StepTrace]]) -> None:
-        self._merged = _merged(ranks)
-        first = next(self._merged, None)
-        if first is None:
-            raise ProtocolError("a rank sent a trace without the steps that it offered")
-        self.first = first
-
-    def __iter__(self) -> Iterator[StepTrace]:
-        yield self.first
-        yield from self._merged
+def _steps(ranks: Sequence[Iterator[StepTrace]]) -> tuple[StepTrace, Iterator[StepTrace]]:
+    """The first merged step of one replica, and all, each unpacked when its turn comes."""
+    merged = _merged(ranks)
+    first = next(merged, None)
+    if first is None:
+        raise ProtocolError("a rank sent a trace without the steps that it offered")
+    return first, chain([first], merged)
 
 
 def _merged(ranks: Sequence[Iterator[StepTrace]]) -> Iterator[StepTrace]:
