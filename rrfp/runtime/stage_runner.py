@@ -26,7 +26,7 @@ from rrfp.runtime.abort import AbortController, Failure, advice_for, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
-from rrfp.runtime.stall.health_monitor import HealthMonitor
+from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
 from rrfp.runtime.steps.dealer import Dealer
 from rrfp.runtime.steps.plan import StepPlan
@@ -77,7 +77,7 @@ class StageRunner:
             else:
                 self._dealer = Dealer(context, *parts)
                 self._reporter.observe = self._dealer.observe
-        self.health = HealthMonitor(context, driver, self._all_gather, settings)
+        self.health = Watchdog(context, driver, self._all_gather, settings)
         #: The traces of its newest steps.
         self.saver = TraceSaver(context, self._all_gather, driver.executor, settings.trace_steps)
 
