@@ -349,11 +349,3 @@ def mesh_of(stage: Stage, dims: tuple[str, ...]) -> DeviceMesh | None:
     except (ValueError, PipeliningMetadataError):
         return None
     return mesh
-
-
-def is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
