@@ -210,14 +210,12 @@ class RankContext:
     mailbox: Mailbox
     #: The trace of the step.
     recorder: Recorder
-    #: Watches the run.
-    observer: Observer
     #: Of the rank's loop.
     time: LoopTime
     #: Writes the events of the core into a file, where the caller wants one.
     save_events: EventSaver
-    #: Of the model's parts, if it has any.
-    model: ModelGraph | None = None
+    #: How it runs.
+    settings: RankSettings
 
     @classmethod
     def create(
@@ -243,10 +241,9 @@ class RankContext:
             ClosedPeers(activity),
             Mailbox(core.graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
-            settings.observer,
             time,
             EventSaver(settings.event_log, topology, core),
-            model,
+            settings,
         )
 
 

@@ -54,7 +54,7 @@ class StageRunner:
         transport: Transport,
         settings: RankSettings | None = None,
     ) -> None:
-        self._settings = settings = settings or RankSettings()
+        settings = settings or RankSettings()
         self._context = context = RankContext.create(
             settings, core, lane, transport, self.fail, LoopTime.of_running_loop()
         )
@@ -63,7 +63,7 @@ class StageRunner:
         self._program = program
         #: Its failure, which may be read and raised on any thread.
         self.abort = AbortController(topology, transport, self._stop, core.graph.text_of)
-        self._driver = driver = CoreDriver(context, core, program, settings)
+        self._driver = driver = CoreDriver(context, core, program)
         self._all_gather = TreeAllGather(topology.rank, topology.world, driver.messenger.post)
         self._reporter = StepReporter(context, core, self._all_gather, driver.follower)
         self._dealer: Dealer | None = None
@@ -77,9 +77,9 @@ class StageRunner:
             else:
                 self._dealer = Dealer(context, *parts)
                 self._reporter.observe = self._dealer.observe
-        self.health = Watchdog(context, driver, self._all_gather, settings)
+        self.health = Watchdog(context, driver, self._all_gather)
         #: The traces of its newest steps.
-        self.saver = TraceSaver(context, self._all_gather, driver.executor, settings.trace_steps)
+        self.saver = TraceSaver(context, self._all_gather, driver.executor)
 
     async def start(self) -> None:
         """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all."""
@@ -110,7 +110,7 @@ class StageRunner:
             context.transport.abort()
             driver.executor.close()
             raise
-        agreement = self._settings.agreement
+        agreement = context.settings.agreement
         async with self.abort.during("the start"):
             agreements = await self.health.meet(agreement)
         agreement.check(agreements)
@@ -237,7 +237,7 @@ class StageRunner:
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self.abort.fail(explain_shortage(error, self._settings.device, self.core.holding), task)
+        self.abort.fail(explain_shortage(error, self._context.settings.device, self.core.holding), task)
 
     async def wait_for_failed_process(self, origin: Origin) -> bool:
         """Where a failure began elsewhere, log that, and wait for the end of that process; whether it was logged."""
@@ -269,7 +269,7 @@ class StageRunner:
 
     def statistics(self) -> RankStatistics:
         """The memory that it holds, and its traffic."""
-        topology, last_step, device = self.topology, self.core.peaks, self._settings.device
+        topology, last_step, device = self.topology, self.core.peaks, self._context.settings.device
         peaks = Peaks.worst([self._reporter.earlier, last_step])
         moved = self._context.transport.statistics()
         memory = (None, None, None) if device is None else astuple(device.memory())
@@ -288,7 +288,7 @@ class StageRunner:
 
     def _stop(self, failure: Failure) -> None:
         self._reporter.fail(failure)
-        self._context.observer.aborted(failure.origin)
+        self._context.settings.observer.aborted(failure.origin)
         self._release()
         with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self.core.apply(ev.Aborted(failure.origin))

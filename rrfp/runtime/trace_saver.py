@@ -152,10 +152,10 @@ class TraceSize:
 class TraceSaver:
     """Keeps the traces of the newest training steps of one rank, and saves those of all; every rank has one."""
 
-    def __init__(self, context: RankContext, all_gather: TreeAllGather, executor: LaneExecutor, steps: int) -> None:
+    def __init__(self, context: RankContext, all_gather: TreeAllGather, executor: LaneExecutor) -> None:
         self._topology = context.topology
         self._all_gather = all_gather
-        self._history = TraceHistory(steps)
+        self._history = TraceHistory(context.settings.trace_steps)
         self._executor = executor
         self._now = context.lane.now
         self._graph = context.graph if context.graph.names else None

@@ -47,15 +47,13 @@ class PeerMonitor:
         context: RankContext,
         processes: Mapping[int, ProcessIdentity],
         post: Callable[[int, Message], None],
-        stall_after: float,
-        abort_after: float | None,
     ) -> None:
         self._context = context
         self._topology = context.topology
         self._processes = processes
         self._post = post
-        self._repeat_s = stall_after / 2
-        self._abort_after = abort_after
+        self._repeat_s = context.settings.stall_after / 2
+        self._abort_after = context.settings.abort_after
         self._open: dict[int, _Question] = {}
         self._announced_at: dict[int, float] = {}
         self.handlers: Mapping[MessageKind, Handler] = {
@@ -133,7 +131,7 @@ class PeerMonitor:
             "plugged-in code such as a hint blocks it, a call keeps the interpreter's lock, or the process is stopped"
         )
         logger.warning("%s", text, stage=self._topology.place_of(rank).stage, rank=rank)
-        self._context.observer.stalled(text)
+        self._context.settings.observer.stalled(text)
         for peer in self._context.transport.context.peers:
             if peer != rank:
                 body = {"rank": rank, "seconds": seconds}

@@ -20,7 +20,7 @@ from rrfp.host import ProcessIdentity, ProcessWatch, ended
 from rrfp.log import get_logger
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather, bytes_in, to_tensor
-from rrfp.runtime.context import RankContext, RankSettings
+from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
 from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.messenger import Handler
@@ -49,19 +49,16 @@ class _Introduction:
 class Watchdog:
     """One rank's part in finding out why nothing moves; it asks after ``stall_after`` seconds of idleness."""
 
-    def __init__(
-        self, context: RankContext, driver: CoreDriver, all_gather: TreeAllGather, settings: RankSettings
-    ) -> None:
+    def __init__(self, context: RankContext, driver: CoreDriver, all_gather: TreeAllGather) -> None:
         self._context = context
-        self._stall_after = settings.stall_after
-        self._abort_after = settings.abort_after
+        self._stall_after = context.settings.stall_after
         self._all_gather = all_gather
         self._post = post = driver.messenger.post
         self._parent = parent(context.topology.rank)
         self._children = children(context.topology.rank, context.topology.world)
         #: The process of each rank, once all have exchanged theirs.
         self._identities: dict[int, ProcessIdentity] = {}
-        self._peer_monitor = PeerMonitor(context, self._identities, post, settings.stall_after, settings.abort_after)
+        self._peer_monitor = PeerMonitor(context, self._identities, post)
         self._progress = StallProgress(context, driver)
         #: Asks all ranks for their status.
         self.query = StatusQuery(context, self._status, self._peer_monitor, post)
@@ -78,8 +75,8 @@ class Watchdog:
     def services(self) -> Iterable[Coroutine[Any, Any, None]]:
         """Run these until the rank ends."""
         yield self._watch()
-        if self._abort_after is not None:
-            yield self._end_overdue(self._abort_after)
+        if (abort_after := self._context.settings.abort_after) is not None:
+            yield self._end_overdue(abort_after)
 
     async def _end_overdue(self, limit: float) -> None:
         """Fail once the lane has run something for ``limit`` seconds."""
@@ -193,7 +190,7 @@ class Watchdog:
             logger.error("%s", text, stage=own.stage, step=own.step)
             self._context.fail(DeadlockError(text))
         elif first is not None:
-            self._context.observer.stalled(text)
+            self._context.settings.observer.stalled(text)
             self._context.save_events(text)
             if self._context.topology.rank == first:  # so that there is one line for all
                 idle = self._progress.idle_seconds()

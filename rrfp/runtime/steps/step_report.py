@@ -254,7 +254,7 @@ class StepReporter:
         self.earlier = Peaks()
         self._meter = ResourceMeter(core.limit.bytes, context.transport)
         self._follower = follower
-        self._model = context.model
+        self._model = model = context.settings.model
         self._all_gather = all_gather
         self._activity = context.activity
         self._time = context.time
@@ -265,7 +265,7 @@ class StepReporter:
         self.has_losses = topology.stage in stages
         #: Whether it adds the weights of its replica to that sum: one of those with losses does.
         self._gives_weights = topology.stage == min(stages) and topology.mesh.is_first(topology.rank)
-        self._parts = () if context.model is None else context.model.feeds.losses
+        self._parts = () if model is None else model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
         #: Of the newest training step, likewise.
