@@ -143,7 +143,6 @@ def announce(
 
 
 def _chunks_text(graph: TaskGraph) -> str:
-    """Where the virtual stages are."""
     if graph.names:
         return f"virtual stages {', '.join(graph.names)}"
     if isinstance(graph.placement, Placement):

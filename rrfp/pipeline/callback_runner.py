@@ -94,7 +94,6 @@ class CallbackRunner(Observer):
             self._thread.start()
 
     def step_begun(self, plan: StepPlan) -> None:
-        """A step was planned."""
         if not self._callbacks:
             return
         is_training = plan.step.mode is Mode.TRAIN

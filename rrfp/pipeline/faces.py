@@ -225,7 +225,6 @@ class BlockingPipeline(_Face):
 
 
 def _advised(session: Session) -> AdvisedTrace:
-    """The trace of a pipeline that is to be advised on."""
     trace: AdvisedTrace = load(METHODS["Pipeline.advise"])(session.ranks)
     return trace
 

@@ -56,7 +56,6 @@ class Option:
         return replace(self, is_common=True)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value of the option ``name`` that does not fit."""
         if not self.fits(value):
             wanted = self.wanted() if callable(self.wanted) else self.wanted
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
@@ -347,7 +346,6 @@ class OptionArguments(TypedDict, total=False):
 
 @cache
 def option_table() -> Mapping[str, Option]:
-    """Every option by name, in order."""
     hints = get_type_hints(Options, include_extras=True)
     rules = {name: next(part for part in get_args(hint) if isinstance(part, Option)) for name, hint in hints.items()}
     return {each.name: replace(rules[each.name], default=each.default) for each in fields(Options)}

@@ -76,14 +76,12 @@ class Plan:
                 raise error("cuts", reason)
 
     def to_plain(self) -> dict[str, Any]:
-        """The field of the file."""
         plain = {name: getattr(self, name) for name in _READERS}
         cuts = None if self.cuts is None else list(self.cuts)
         return {**plain, "limit": plain_limit(self.limit), "cuts": cuts, "recompute": list(self.recompute)}
 
     @property
     def where(self) -> Placement:
-        """Which stage holds which virtual stage."""
         return Placement(self.stages, self.chunks, self.placement)
 
     def options(self, passed: OptionArguments, stages: int) -> OptionArguments:

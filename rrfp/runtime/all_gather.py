@@ -72,7 +72,6 @@ class TreeAllGather:
         return bundle[0]
 
     async def _join(self, key: Key, own: bytes) -> dict[int, bytes]:
-        """Contribute ``own`` to ``key``, and wait for the result."""
         self._gathered.setdefault(key, {})[self._rank] = own
         future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
         self._advance(key)

@@ -80,7 +80,6 @@ class RankActivity:
         self.gatherings_ended += 1
 
     def touch(self) -> None:
-        """Something happened."""
         self.active_at = self._now()
 
 

@@ -50,7 +50,6 @@ class GroupLink:
         self._post = post
 
     def send(self, member: int, message: GroupMessage) -> None:
-        """Queue ``message`` for ``member``."""
         body = {"numbers": message.numbers}
         sent = Message(Channel.CONTROL, _SENT_AS[message.kind], message.step, message.task, body=body)
         self._post(self._group[member], sent)

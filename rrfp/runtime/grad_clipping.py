@@ -75,7 +75,6 @@ class Clipping:
         )
 
     def share(self) -> bytes:
-        """This rank's part of the norm."""
         return records.pack(NormShare(*self._terms, self._own))
 
     def empty_share(self) -> bytes:

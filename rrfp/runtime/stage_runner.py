@@ -162,7 +162,6 @@ class StageRunner:
         return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
 
     async def _end_step(self, plan: StepPlan) -> StepResult:
-        """The result of the step, whose tasks are done."""
         step, context, deal = plan.step, self._context, plan.deal
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
@@ -264,11 +263,9 @@ class StageRunner:
         return failure_of(error, self.topology).error()
 
     def computes_here(self) -> bool:
-        """Whether a task is being computed on this thread."""
         return self._driver.executor.computes_here()
 
     def statistics(self) -> RankStatistics:
-        """The memory that it holds, and its traffic."""
         topology, last_step, device = self.topology, self.core.peaks, self._context.settings.device
         peaks = Peaks.worst([self._reporter.earlier, last_step])
         moved = self._context.transport.statistics()

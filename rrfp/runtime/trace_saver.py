@@ -165,7 +165,6 @@ class TraceSaver:
         self._rounds = 0
 
     def keep(self, plan: StepPlan, trace: StepTrace) -> None:
-        """Keep the trace of a training step."""
         if plan.step.mode is Mode.TRAIN:
             self._history.add(replace(trace, step=plan.batch.training_step))
 

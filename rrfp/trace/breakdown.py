@@ -126,7 +126,6 @@ def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
 
 
 def _busy(trace: StepTrace, stage: int) -> list[tuple[float, float]]:
-    """When ``stage`` computed."""
     return _union([(span.start, span.end) for span in trace.tasks if span.stage == stage], trace.start, trace.end)
 
 

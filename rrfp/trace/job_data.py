@@ -39,19 +39,16 @@ class TracedJob:
     is_serial: bool = False
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-able data."""
         return {**asdict(self), "limit": plain_limit(self.limit)}
 
 
 def plain_limit(limit: Limit | int | str | None) -> Any:
-    """A limit as JSON-able data."""
     if isinstance(limit, Limit):
         return asdict(limit)
     return limit if limit is None or isinstance(limit, str) else operator.index(limit)  # of numpy, perhaps
 
 
 def read_limit(field: str, value: Any, *, error: Any) -> Any:
-    """Read `plain_limit`'s data back."""
     if not isinstance(value, dict):
         return value if value is None or type(value) is int else text(field, value, error=error)
     count = partial(or_none, partial(whole, least=1))

@@ -23,7 +23,6 @@ _size = partial(number, "size", least=0, error=value_error)
 
 
 def to_plain(trace: StepTrace) -> dict[str, Any]:
-    """``trace`` as JSON-able data."""
     return {
         "step": trace.step,
         "start": trace.start,
@@ -44,7 +43,6 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
 
 
 def from_plain(data: Any) -> StepTrace:
-    """Read `to_plain`'s data back."""
     return StepTrace(
         step=_whole("step", data["step"]),
         start=_time(data["start"]),

@@ -99,11 +99,9 @@ class StepTrace:
 
     @property
     def num_spans(self) -> int:
-        """Spans of all kinds."""
         return len(self.tasks) + len(self.waits) + len(self.messages)
 
     def _repr_html_(self) -> str:
-        """Its timeline, in notebooks."""
         html: str = load(METHODS["StepTrace._repr_html_"])(self)
         return html
 
@@ -191,7 +189,6 @@ class Recorder:
         self._core_wait = 0.0
 
     def open(self) -> None:
-        """A step begins."""
         self._opened = self._idle_since = self._now()
         self._cause = None
 
@@ -291,7 +288,6 @@ class TraceHistory:
         self._num_spans = 0
 
     def add(self, trace: StepTrace) -> None:
-        """Keep the next step's ``trace``; the oldest ones go."""
         self._traces.append(trace)
         self._num_spans += trace.num_spans
         while len(self._traces) > self._steps or (len(self._traces) > 1 and self._num_spans > self._capacity):

@@ -73,7 +73,6 @@ class Layered(ABC):
         self.run(sample)
 
     def named_cuts(self, cuts: Sequence[int]) -> list[Any]:
-        """The cuts as texts show them."""
         return list(cuts)
 
     def weights(self) -> Weights:
@@ -262,7 +261,6 @@ class MeasuredLayers:
         return LayerCosts(before, layers, after)
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-able data."""
         return asdict(self)
 
 

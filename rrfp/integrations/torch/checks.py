@@ -58,13 +58,11 @@ def check_stages(stages: Any) -> list[Stage]:
 
 
 def check_microbatches(n_microbatches: Any) -> None:
-    """Refuse a number of microbatches that is none."""
     if type(n_microbatches) is not int or n_microbatches < 1:
         raise ConfigError(f"n_microbatches is {n_microbatches!r}, must be a whole number >= 1")
 
 
 def check_init_timeout(init_timeout: Any) -> None:
-    """Refuse a time limit that is none."""
     is_number = isinstance(init_timeout, int | float) and not isinstance(init_timeout, bool)
     if not is_number or not 0 < init_timeout < float("inf"):
         raise ConfigError(f"init_timeout is {init_timeout!r}, must be a finite number of seconds above 0")

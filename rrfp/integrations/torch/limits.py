@@ -138,7 +138,6 @@ class ReceiveWatch:
 
     @property
     def name(self) -> str:
-        """The exchange's."""
         return self._exchange.name
 
     def come(self) -> None:

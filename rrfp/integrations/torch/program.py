@@ -123,7 +123,6 @@ class StageTasks(StageProgram):
             self._modes.backward(self._reduce, self._stages[self._to_reduce.popleft()])
 
     def name_of(self, virtual_stage: int) -> str:
-        """See `rrfp.StageProgram.name_of`: the class of the module."""
         return type(self._stages[virtual_stage].submod).__name__
 
     def losses(self) -> Mapping[int, float]:

@@ -215,7 +215,6 @@ class Watchdog:
 
 
 def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
-    """The lowest rank that waits."""
     for rank, status in enumerate(statuses):
         is_in_step = status.step is not None and not status.has_returned
         if status.gathering or (is_in_step and status.running is None and not status.can_run):

@@ -313,7 +313,6 @@ class StepReporter:
         self._supervisor.spawn(self._share_losses(plan, read_losses, losses))
 
     async def losses(self) -> Losses:
-        """Wait for the losses of all ranks."""
         assert self._losses is not None, "the step is not open"
         return await self._losses
 
@@ -421,7 +420,6 @@ class StepReporter:
             await self._settled.wait()
 
     def _wait(self) -> None:
-        """A caller waits for the reports."""
         self._awaited.set()
         self._activity.await_reports()
 
