@@ -217,11 +217,12 @@ class Messenger:
 
     async def _wait_and_send(self, peer: int, message: Message, send: ev.Send | None) -> None:
         try:
-            if send is None:
-                await self._post(peer, message)
-            else:
-                await self._hand_over(peer, message)
+            await self._hand_over(peer, message)
+            if send is not None:
                 self._on_event(ev.SendReleased(send.task, send.peer))
+        except PeerLostError:
+            if send is not None or peer not in self._closed_peers:
+                raise
         finally:
             self._waiting[peer, message.channel] -= 1
 
@@ -259,13 +260,6 @@ class Messenger:
         named = ProtocolError(f"{error} (reported by {self._topology.name_of(sender)})")
         named.__cause__ = error
         return named
-
-    async def _post(self, peer: int, message: Message) -> None:
-        try:
-            await self._hand_over(peer, message)
-        except PeerLostError:
-            if peer not in self._closed_peers:
-                raise
 
     async def _hand_over(self, peer: int, message: Message) -> None:
         """Send, and where the peer is gone, let `receive_all` find out why.
