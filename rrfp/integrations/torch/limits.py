@@ -49,13 +49,7 @@ def within(
 ) -> T:
     """The result of ``call``, made on a thread of its own, unless ``check`` raises meanwhile; logs a long wait once.
 
-    Args:
-        seconds: the limit.
-        what: the call's name.
-        call: what may block.
-        check: asked every now and then.
-        missing: for whom the call waits, as the beginning of a sentence; empty if unknown.
-        warn_s: after how many seconds the wait is logged.
+    ``missing`` says for whom the call waits, as the beginning of a sentence; empty if unknown.
     """
     outcome: Future[T] = Future()
     thread = threading.Thread(target=_run, args=(call, outcome), name=f"rrfp-{what}", daemon=True)

@@ -259,15 +259,7 @@ class StepPlanner:
         refused: int = 0,
         loss_scale: float | None = None,
     ) -> StepPlan:
-        """Check ``request`` against the pipeline; a ConfigError says what does not fit.
-
-        Args:
-            request: the call.
-            number: of the step, evaluations counted.
-            training_step: see `rrfp.Batch`.
-            refused: calls before this one whose arguments were refused.
-            loss_scale: the factor of a GradScaler.
-        """
+        """Check ``request`` against the pipeline; a ConfigError says what does not fit. See `StepPlan`."""
         request = self._cut(request)
         count = self._microbatches(request)
         inputs, targets, visits = request.inputs, request.targets, Visits(count)
