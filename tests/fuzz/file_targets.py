@@ -21,12 +21,12 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs import make_costs, read_costs
 from rrfp.costs import to_json as to_json_text
-from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.random_run import RandomRun
 from rrfp.lab.commands.trace import RunReport
 from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.simulation import read_sizes
 from rrfp.lab.sweep.experiment import named_or_read_schedule
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
