@@ -10,10 +10,9 @@ from functools import partial, wraps
 
 from rrfp.errors import RrfpError
 from rrfp.testing.checks import NotOfferedError, checks_of
-from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
 from rrfp.testing.transport_checks.losses import naming_losses
-from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, WrappedTransport
 from rrfp.transports.base import Message, Transport, delivering, sending_at_once
 
 
