@@ -147,11 +147,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """The arguments of one call of `step` or `evaluate`, as the caller passed them; `rrfp.Pipeline.step` explains them.
-
-    Raises:
-        ConfigError: if ``microbatches`` is no whole number, or a flag no flag.
-    """
+    """The arguments of one call, as the caller passed them; `rrfp.Pipeline.step` explains them."""
 
     mode: Mode
     inputs: Inputs | None = None
