@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from rrfp.atomic_files import write_atomically
 from rrfp.core import events as ev
@@ -38,9 +38,6 @@ from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
 from rrfp.plain import number, shown, text, whole
-
-if TYPE_CHECKING:
-    from rrfp.lab.replay import Refusal
 
 FORMAT, VERSION = "rrfp events", 1
 
@@ -73,9 +70,9 @@ class Recording:
         """All events, oldest first."""
         return tuple(event for step in self.steps for event in step.events)
 
-    def replay(self) -> tuple[StageCore, tuple[Refusal, ...]]:
-        """A core that got all events, and those that it refused."""
-        replayed: tuple[StageCore, tuple[Refusal, ...]] = load(METHODS["Recording.replay"])(self)
+    def replay(self) -> tuple[StageCore, tuple[Any, ...]]:
+        """A core that got all events, and those that it refused, as `rrfp.lab.replay.Refusal` has them."""
+        replayed: tuple[StageCore, tuple[Any, ...]] = load(METHODS["Recording.replay"])(self)
         return replayed
 
 
