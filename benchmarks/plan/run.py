@@ -151,9 +151,9 @@ def print_predictions(found: Sequence[Prediction]) -> None:
     for one in found:
         times = (f"{1e3 * each:.1f}" for each in (one.predicted, one.measured))
         name = f"{one.profile}, PP {one.stages}, {one.layout}"
-        errors = (f"{100 * each:+.1f}" for each in (one.error, one.replayed / one.measured - 1))
+        off = (f"{100 * each:+.1f}" for each in (one.error, one.replayed / one.measured - 1))
         settings = one.settings.replace(", split False", "")
-        table.add_row(name, str(one.rank), *times, *errors, f"{100 * one.core_wait:.0f}", settings)
+        table.add_row(name, str(one.rank), *times, *off, f"{100 * one.core_wait:.0f}", settings)
     Console(width=max(Console().width, 160)).print(table)
     for name, errors in (
         ("as recorded", [abs(one.error) for one in found if not one.rank]),

@@ -50,9 +50,8 @@ class Stage(nn.Sequential):
         self.recomputes = recomputes
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.recomputes:
-            return super().forward(x)  # type: ignore[no-any-return]
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        whole: Any = super().forward
+        y: Tensor = checkpoint(whole, x, use_reentrant=False) if self.recomputes else whole(x)
         return y
 
 

@@ -73,8 +73,8 @@ def table_of(forward: Matrix) -> CostTable:
     """One chunk a stage, whole backwards."""
     latency = np.full((len(forward) - 1, forward.shape[1]), 0.0005)
     times: Any = {"forward": forward, "backward": 2 * forward, "weight": None}
-    shape: Any = (len(forward), 1, "looped", forward.shape[1])
-    return CostTable(*shape, latency_forward=latency, latency_backward=latency, held=None, **times)
+    shape: Any = {"stages": len(forward), "chunks": 1, "placement": "looped", "microbatches": forward.shape[1]}
+    return CostTable(latency_forward=latency, latency_backward=latency, held=None, **shape, **times)
 
 
 def even(chunks: int = 1, placement: Any = "looped", stages: int = STAGES, layers: int = 8) -> ModelLayout:
