@@ -24,9 +24,8 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.plain_graph import graph_to_plain
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
-from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
-from rrfp.trace.job_data import JOB, TracedJob
+from rrfp.trace.job_data import GRAPH, JOB, SKIPPED, TracedJob, skipped_to_plain
 from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
 
 Event = dict[str, Any]

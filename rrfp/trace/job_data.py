@@ -1,15 +1,20 @@
-"""How a job ran, as plain data in a trace file: what a replay of its steps must know beside their times."""
+"""A job as plain data in a trace file: how it ran, which a replay of its steps must know; its graph, as in a cost file."""
 
 from __future__ import annotations
 
 import operator
+import reprlib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
 
 from rrfp.core.ready_set import MicrobatchOrder
 from rrfp.memory.admission import OFFERED_RULES, Limit
+from rrfp.model import plain_graph
+from rrfp.model.graph import TaskGraph
 from rrfp.plain import Reader, fields_of, flag, or_none, shown, text, value_error, whole
+from rrfp.trace.spans import Skip
 
 #: What stands for the schedule of a job that replays a logged step.
 REPLAY = "replay"
@@ -93,3 +98,40 @@ _READERS: dict[str, Reader] = {
     "takes_offers": flag,
     "is_serial": flag,
 }
+
+
+#: The argument of a run's name that has its graph, and that of a step that has the skipped virtual stages.
+GRAPH, SKIPPED = "graph", "skipped"
+
+
+def graph_from_plain(plain: Any) -> TaskGraph:
+    """Read the argument `GRAPH`; backward counts as whole."""
+    fields = plain_graph.PLAIN_FIELDS
+    if not isinstance(plain, dict) or not plain.keys() >= set(fields):
+        raise ValueError(f"args.{GRAPH} is {reprlib.repr(plain)}, must be an object with {', '.join(fields)}")
+    return plain_graph.graph_from_plain(plain)
+
+
+def skipped_to_plain(skipped: Iterable[Skip], graph: TaskGraph) -> dict[str, list[int]]:
+    """The microbatches that skip each virtual stage, by name."""
+    plain: dict[str, list[int]] = {}
+    for microbatch, v in skipped:
+        plain.setdefault(graph.names[v], []).append(microbatch)
+    return plain
+
+
+def skipped_from_plain(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
+    """Read what `skipped_to_plain` wrote."""
+    numbers = {} if graph is None else {name: v for v, name in enumerate(graph.names)}
+    if not isinstance(plain, Mapping) or not plain.keys() <= numbers.keys():
+        raise ValueError(
+            f"args.{SKIPPED} is {reprlib.repr(plain)}, must be lists of microbatches by virtual stage: "
+            f"{', '.join(numbers) or 'none, as the run has no graph'}"
+        )
+    skips = []
+    for name, microbatches in plain.items():
+        field = f"args.{SKIPPED}.{name}"
+        if not isinstance(microbatches, list):
+            raise value_error(field, f"is {reprlib.repr(microbatches)}, must be a list of microbatches")
+        skips += [(whole(field, microbatch, error=value_error), numbers[name]) for microbatch in microbatches]
+    return tuple(sorted(skips))

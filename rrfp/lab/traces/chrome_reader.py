@@ -16,8 +16,7 @@ from rrfp.model.tasks import Task
 from rrfp.plain import Reader, number, or_none, read_json, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import BYTES, CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
-from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
-from rrfp.trace.job_data import JOB, TracedJob
+from rrfp.trace.job_data import GRAPH, JOB, SKIPPED, TracedJob, graph_from_plain, skipped_from_plain
 from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
 
 #: Readers of the numbers of a file, which the caller of `read_chrome` knows.
