@@ -1,4 +1,4 @@
-"""A job as plain data in a trace file: how it ran, which a replay of its steps must know; its graph, as in a cost file."""
+"""A job as plain data in a trace file: how it ran, which a replay must know, and its graph, as in a cost file."""
 
 from __future__ import annotations
 
