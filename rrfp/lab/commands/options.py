@@ -1,6 +1,6 @@
-"""The options of `rrfp simulate` and `rrfp sweep`: those of the fields of the dataclasses that they fill.
+"""Options that several commands share: those of a simulated run, of a timeline, and of the replay of a trace.
 
-A field with metadata (`rrfp.lab.sweep.workloads.as_option`) becomes an option. The keys:
+Those of `rrfp simulate` and `rrfp sweep` are the fields of the dataclasses that they fill. A field with metadata (`rrfp.lab.sweep.workloads.as_option`) becomes an option. The keys:
 
 - ``help``, in which ``{default}`` stands for the field's default; ``metavar``, empty for the known values;
 - ``known``: the values that complete, or ``module:attribute`` of them;
@@ -18,15 +18,20 @@ from dataclasses import Field, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from itertools import product
-from typing import Annotated, Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
 from rrfp.commands.command_line import Command, listed, option
+from rrfp.commands.output import check_output
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import CostFile
 from rrfp.laboratory import load
+
+if TYPE_CHECKING:
+    from rrfp.lab.traces.timeline import TimeWindow
 
 METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
 
@@ -203,3 +208,47 @@ def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:
             "run one after the other; n holds what 1F1B holds on its first stage (rrfp.Pipeline refuses 1f1b here)",
             err=True,
         )
+
+
+#: Tasks that a timeline can hold: beyond it takes minutes to draw and is too small to read.
+MOST_BOXES = 20_000
+
+_TIMELINE = "Draw the step's timeline; the suffix decides the format."
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar=PICTURE, help=_TIMELINE, rich_help_panel=OUTPUT)
+]
+_FROM = "Draw the timeline from this time of the step on, in milliseconds."
+From = Annotated[float | None, typer.Option("--from", metavar="MS", help=_FROM, rich_help_panel=OUTPUT)]
+_TO = "Draw the timeline up to this time of the step, in milliseconds."
+To = Annotated[float | None, typer.Option("--to", metavar="MS", help=_TO, rich_help_panel=OUTPUT)]
+
+
+def checked_window(path: Path | None, start_ms: float | None, end_ms: float | None) -> TimeWindow:
+    """The window of a timeline, refused before the work that it shows."""
+    from rrfp.lab.traces.timeline import TimeWindow
+
+    for name, value in (("from", start_ms), ("to", end_ms)):
+        if path is None and value is not None:
+            raise ConfigError(f"--{name} goes with --timeline FILE")
+    if path is not None:
+        check_picture(path, "a timeline")
+    return TimeWindow.of_milliseconds(start_ms, end_ms)
+
+
+def check_tasks(tasks: int, instead: str) -> None:
+    """Refuse a timeline of too many tasks."""
+    if tasks > MOST_BOXES:
+        raise ConfigError(f"a timeline shows at most {MOST_BOXES} tasks, this step has {tasks}: {instead}")
+
+
+def check_picture(path: Path, picture: str) -> None:
+    """Refuse a picture that could not be written, before anything runs."""
+    from rrfp.lab.traces.pictures import picture_format, require_matplotlib
+
+    with Faults() as faults:
+        with faults.kept():
+            require_matplotlib(picture)
+        with faults.kept():
+            picture_format(path)
+        with faults.kept():
+            check_output(path)

@@ -23,10 +23,10 @@ from rrfp.lab.commands.options import (
     Given,
     MethodCommand,
     as_parameter,
+    check_picture,
     options_of,
     with_options,
 )
-from rrfp.lab.commands.timeline_options import check_picture
 from rrfp.lab.sweep.experiment import RECORD_SPLIT, Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, Workload, with_sizes
 from rrfp.tables import Column, print_table, terminal

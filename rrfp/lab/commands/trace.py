@@ -13,7 +13,7 @@ import typer
 
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.timeline_options import From, TimelineFile, To, check_tasks, checked_window
+from rrfp.lab.commands.options import From, TimelineFile, To, check_tasks, checked_window
 from rrfp.model.tasks import Task
 from rrfp.trace.breakdown import Breakdown, breakdown, mean
 from rrfp.trace.held import peak_held
