@@ -10,8 +10,7 @@ import typer
 from rrfp.commands.command_line import at_least, listed
 from rrfp.commands.output import Json, check_output, print_json
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.advise import RECORDED, REPLAYED, TRACE, wishes_of
-from rrfp.lab.commands.options import Given, with_options
+from rrfp.lab.commands.options import RECORDED, REPLAYED, TRACE, Given, wishes_of, with_options
 from rrfp.lab.commands.sweep import progress_bar
 from rrfp.plain import whole
 
