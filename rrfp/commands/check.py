@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 import rrfp
-from rrfp.commands.command_line import Command, CommandGroup, completed
-from rrfp.commands.known_names import known_hints, known_lanes, known_transports
+from rrfp.commands.command_line import Command, CommandGroup, completed, known_hints, known_lanes, known_transports
 from rrfp.commands.output import Json, first_line, print_json
 from rrfp.errors import ConfigError, misspelt
 from rrfp.laboratory import COMMANDS, load

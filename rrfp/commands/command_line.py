@@ -200,3 +200,24 @@ def listed(name: str, text: str) -> list[str]:
         if values.count(value) > 1:
             raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
     return values
+
+
+def known_hints() -> Iterable[str]:
+    """All hints, plugins and schedules included."""
+    from rrfp.hints.registry import hint_names
+
+    return hint_names()
+
+
+def known_transports() -> Iterable[str]:
+    """All transports, plugins included."""
+    from rrfp.transports.registry import TRANSPORTS
+
+    return TRANSPORTS.names()
+
+
+def known_lanes() -> Iterable[str]:
+    """All lanes that ``check lane`` names, plugins included."""
+    from rrfp.testing.lanes import LANES
+
+    return LANES.names()
