@@ -84,9 +84,9 @@ def transport(
     """
     import asyncio
 
-    from rrfp.commands.pair import started_pair
     from rrfp.plugins import named_or_loaded
     from rrfp.testing.transport_checks import ALL_CHECKS, Check, PairOptions
+    from rrfp.testing.transport_checks.pair import started_pair
     from rrfp.transports.registry import TRANSPORTS
     from rrfp.transports.secret import Secret
 

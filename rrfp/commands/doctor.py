@@ -322,9 +322,9 @@ async def _round_trip_s(transport: str) -> float:
 
     import torch
 
-    from rrfp.commands.pair import started_pair
     from rrfp.model.tasks import Kind, Mode, StepId, Task
     from rrfp.testing.transport_checks import PairOptions
+    from rrfp.testing.transport_checks.pair import started_pair
     from rrfp.transports.base import Channel, Message, MessageKind
 
     step, task = StepId(0, Mode.TRAIN, 1), Task(Kind.F, 0, 0)
