@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rrfp import timeouts
-from rrfp.errors import OverdueError, PeerLostError
+from rrfp.errors import PeerLostError
 from rrfp.host import ProcessIdentity, ProcessWatch, ended
 from rrfp.log import get_logger
 from rrfp.runtime import records
@@ -16,45 +16,13 @@ from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.messenger import Handler
-from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.status import RankStatus
 from rrfp.runtime.stall.status_query import StatusQuery
-from rrfp.runtime.stall.watchdog import Watchdog
+from rrfp.runtime.stall.watchdog import TaskTimeout, Watchdog
 from rrfp.runtime.start.handshake import StartDigests
 from rrfp.transports.base import MessageKind
-
-#: A check is late by this part of the limit at most.
-_PRECISION = 0.01
-
-
-class TaskTimeout:
-    """Watches the lane of one rank, whose tasks may take ``limit`` seconds."""
-
-    def __init__(
-        self, context: RankContext, progress: StallProgress, limit: float, describe: Callable[[int], str]
-    ) -> None:
-        self._rank = context.topology.rank
-        self._stack = context.lane.stack
-        self._fail = context.fail
-        self._progress = progress
-        self._limit = limit
-        self._describe = describe
-
-    async def watch(self) -> None:
-        """Fail once something has run for too long."""
-        awake = AwakeTime(self._limit)
-        while (seconds := min(self._progress.running_seconds(), awake.seconds())) < self._limit:
-            await awake.sleep(max(self._limit - seconds, _PRECISION * self._limit))
-        running, task = self._progress.running(), self._progress.running_task()
-        stack = self._stack()
-        text = (
-            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
-            f"{self._describe(self._rank)}"
-        )
-        self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
-
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Finds out why a rank is idle, and ends a deadlock with a report on every rank.
+"""Watches how long a rank is busy with a task, and how long idle: it ends a deadlock with a report on every rank.
 
 A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0.
 That asks all ranks for their status, and passes the verdict on: one log line that names the slow rank, or the end.
@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rrfp import timeouts
-from rrfp.errors import DeadlockError, ProtocolError
+from rrfp.errors import DeadlockError, OverdueError, ProtocolError
 from rrfp.log import get_logger
 from rrfp.runtime import records
 from rrfp.runtime.all_gather import to_tensor
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
 from rrfp.runtime.messenger import Handler
-from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.status import RankStatus, Verdict, judge
@@ -28,8 +27,62 @@ from rrfp.transports.base import Channel, Message, MessageKind
 
 logger = get_logger(__name__)
 
-#: A rank asks late by this part of `stall_after` at most.
+#: A limit is noticed late by this part of it at most.
 _PRECISION = 0.01
+
+#: Slices of a limit: after each, the loop looks at its clock.
+_SLICES = 4
+
+
+class AwakeTime:
+    """Time in which this process ran: one that was suspended, with all its peers, was neither idle nor slow meanwhile.
+
+    It sleeps in slices of ``limit``, and notices when one took far longer. Used on one loop only.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._slice = limit / _SLICES
+        self._went_on_at = -math.inf
+
+    def seconds(self) -> float:
+        """Since the process last went on after a suspension, or its loop after a call that blocked it."""
+        return self._now() - self._went_on_at
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep for a slice, or ``seconds`` if that is less."""
+        seconds = min(seconds, self._slice)
+        due = self._now() + seconds
+        await asyncio.sleep(seconds)
+        if self._now() - due > timeouts.ANSWER_S:
+            self._went_on_at = self._now()
+
+
+class TaskTimeout:
+    """Watches the lane of one rank, whose tasks may take ``limit`` seconds."""
+
+    def __init__(
+        self, context: RankContext, progress: StallProgress, limit: float, describe: Callable[[int], str]
+    ) -> None:
+        self._rank = context.topology.rank
+        self._stack = context.lane.stack
+        self._fail = context.fail
+        self._progress = progress
+        self._limit = limit
+        self._describe = describe
+
+    async def watch(self) -> None:
+        """Fail once something has run for too long."""
+        awake = AwakeTime(self._limit)
+        while (seconds := min(self._progress.running_seconds(), awake.seconds())) < self._limit:
+            await awake.sleep(max(self._limit - seconds, _PRECISION * self._limit))
+        running, task = self._progress.running(), self._progress.running_task()
+        stack = self._stack()
+        text = (
+            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {self._limit:g}, on "
+            f"{self._describe(self._rank)}"
+        )
+        self._fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
 
 
 class Watchdog:
