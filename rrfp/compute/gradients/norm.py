@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rrfp.compute.gradients.layout import as_dtensor, check_dense, local_part
 from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.errors import ConfigError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.topology import Topology
 from rrfp.plain import flag, or_none
 

@@ -16,8 +16,8 @@ from rrfp.compute.gradients.layout import as_dtensor
 from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.mesh import PIPELINE, REPLICATED
-from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
 
 if TYPE_CHECKING:
