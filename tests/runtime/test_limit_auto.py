@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import repeat
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+from runtime.ranks import virtual_ranks
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
@@ -20,10 +19,8 @@ from rrfp.lab.emulated import Durations
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.model.tasks import Kind, Task
-from rrfp.model.topology import Topology
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Channel, Message, MessageKind
-from rrfp.transports.rendezvous import LocalRendezvous
 
 #: Seconds of one microbatch's tasks on a stage, F + B: numbers that floats add exactly.
 PERIOD = 25 / 64
@@ -237,16 +234,8 @@ def test_gradients_do_not_depend_on_it_bit_by_bit() -> None:
 
 def group_limits(leaders: float, others: float) -> list[tuple[int, ...]]:
     """The limits on each of four ranks, two a stage, whose leaders are ``leaders`` periods apart, the others theirs."""
-    mesh, met = Mesh((("pp", 2), ("tp", 2))), LocalRendezvous()
     links = Links({(0, 2): leaders * PERIOD, (1, 3): others * PERIOD})
-
-    def pipeline(rank: int) -> rrfp.Pipeline:
-        lane = TimerLane()
-        program = EmulatedStage(TaskGraph.chain(2), seconds_of, num_bytes=8, spend=lane.spend)
-        options: dict[str, Any] = {"lane": lambda _: lane, "limit": "auto", "hint": "bf", "lock_watch": False}
-        transport = partial(SimulatedTransport, latency=links.latency)
-        place = Topology.at(rank, mesh)
-        return rrfp.Pipeline(program, topology=place, rendezvous=met, transport=transport, loop="caller", **options)
+    transport = partial(SimulatedTransport, latency=links.latency)
 
     async def run(pipeline: rrfp.Pipeline) -> tuple[int, ...]:
         async with pipeline as pipe:
@@ -255,10 +244,10 @@ def group_limits(leaders: float, others: float) -> list[tuple[int, ...]]:
             return tuple(result.slots)
 
     async def main() -> list[tuple[int, ...]]:
+        mesh = Mesh((("pp", 2), ("tp", 2)))
+        pipelines = virtual_ranks(mesh, seconds_of, transport, limit="auto", hint="bf", lock_watch=False)
         return await asyncio.gather(*map(run, pipelines))
 
-    with patch("rrfp.pipeline.api._numbers", defaultdict(lambda: repeat(0))):  # as in processes of their own
-        pipelines = [pipeline(rank) for rank in range(mesh.size)]
     return run_virtual(main())
 
 

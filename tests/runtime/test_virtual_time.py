@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from functools import partial
@@ -53,6 +54,19 @@ def test_latency_is_a_transport_like_any_other() -> None:
             return (await pipe.step(microbatches=1)).seconds
 
     assert run_virtual(main()) == 1 + 0.5 + 1 + 1 + 0.5 + 1
+
+
+def test_a_step_leaves_no_coroutine_behind() -> None:
+    async def main() -> list[int]:
+        alive = []
+        async with emulated(2, one_second) as pipe:
+            for _ in range(3):
+                await (await pipe.step(microbatches=4)).complete()
+                gc.collect()
+                alive.append(sum(type(each) is asyncio.Task for each in gc.get_objects()))
+        return alive
+
+    assert len(set(run_virtual(main()))) == 1
 
 
 class Deaf(rrfp.Hint):
