@@ -16,8 +16,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 import rrfp
-from rrfp.commands.command_line import Command, CommandGroup, completed, known_hints, known_lanes, known_transports
-from rrfp.commands.output import Json, first_line, print_json
+from rrfp.commands.command_line import (
+    Command,
+    CommandGroup,
+    Json,
+    completed,
+    first_line,
+    known_hints,
+    known_lanes,
+    known_transports,
+    print_json,
+)
 from rrfp.errors import ConfigError, misspelt
 from rrfp.laboratory import COMMANDS, load
 from rrfp.testing.checks import NotOfferedError, SkippedError

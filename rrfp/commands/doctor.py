@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.version import __version__
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.lab.commands.options import REPLAYED, TRACE, Given, wishes_of, with_options
 from rrfp.lab.commands.sweep import progress_bar
 

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from rrfp.commands.command_line import Command, listed, option
-from rrfp.commands.output import check_output
+from rrfp.commands.command_line import Command, check_output, listed, option
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import CostFile

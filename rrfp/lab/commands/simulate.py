@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.commands.command_line import option
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, check_output, option, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands import options
 from rrfp.lab.commands.options import (

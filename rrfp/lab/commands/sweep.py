@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.command_line import listed, option
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, listed, option, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands import options
 from rrfp.lab.commands.options import (

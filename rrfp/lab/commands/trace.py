@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError
 from rrfp.lab.commands.options import From, TimelineFile, To, check_tasks, checked_window
 from rrfp.model.tasks import Task
