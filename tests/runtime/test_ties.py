@@ -170,7 +170,7 @@ class FailsBackward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1
-        x.register_hook(self._fail)
+        x.register_hook(self._fail)  # type: ignore[no-untyped-call]
         return x
 
     def _fail(self, gradient: Tensor) -> None:
