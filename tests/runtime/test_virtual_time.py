@@ -60,7 +60,7 @@ def test_a_step_leaves_no_coroutine_behind() -> None:
     async def main() -> list[int]:
         alive = []
         async with emulated(2, one_second) as pipe:
-            for _ in range(3):
+            for _ in range(2):
                 await (await pipe.step(microbatches=4)).complete()
                 gc.collect()
                 alive.append(sum(type(each) is asyncio.Task for each in gc.get_objects()))
