@@ -232,18 +232,18 @@ def test_gradients_do_not_depend_on_it_bit_by_bit() -> None:
     assert gradients("auto") == gradients("1f1b")
 
 
-def group_limits(leaders: float, others: float) -> list[tuple[int, ...]]:
+def group_limits(leaders: float, others: float) -> list[tuple[int | None, ...]]:
     """The limits on each of four ranks, two a stage, whose leaders are ``leaders`` periods apart, the others theirs."""
     links = Links({(0, 2): leaders * PERIOD, (1, 3): others * PERIOD})
     transport = partial(SimulatedTransport, latency=links.latency)
 
-    async def run(pipeline: rrfp.Pipeline) -> tuple[int, ...]:
+    async def run(pipeline: rrfp.Pipeline) -> tuple[int | None, ...]:
         async with pipeline as pipe:
             for _ in range(5):
                 result = await (await pipe.step(microbatches=12)).complete()
-            return tuple(result.slots)
+            return result.slots
 
-    async def main() -> list[tuple[int, ...]]:
+    async def main() -> list[tuple[int | None, ...]]:
         mesh = Mesh((("pp", 2), ("tp", 2)))
         pipelines = virtual_ranks(mesh, seconds_of, transport, limit="auto", hint="bf", lock_watch=False)
         return await asyncio.gather(*map(run, pipelines))
