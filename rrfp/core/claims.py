@@ -15,17 +15,23 @@ Nothing starves, with one chunk a stage, and D keeps its limit on every rank: do
 
 **Which one a copy claims**: the first of those offered, in the order that the hint has for the microbatches of each
 replica, and of equal places that which its own replica holds. Where this holds none, it helps others only with those of
-a slow copy, and once it has no ready task and all microbatches of its own caller have been granted: to help before
-would take a forward from a copy that is about to run it. (A copy that is not slow always claims what its own replica
-holds, and the quickest what a slow one's holds, so this starves nothing.)
+a slow copy, and once it has no ready task and of its own caller's microbatches none is left that may come here by
+itself: to help before would take a forward from a copy that is about to run it.
 
-**A slow copy declines** a forward that would keep it busy for longer than its peers need for all that is left: claimed
-near the end of a step, it would be what the step waits for. The paces are those that all ranks measured in the steps
-before; without them none counts as slow.
+**Near the end of a step** one forward in the wrong place is what the step waits for, and with equal durations chance
+alone would tell where it goes. So two decline what would keep them busy for longer than their peers need for all that
+is left: a copy that is slow, and one that still holds microbatches and would help one that is not slow, with the only
+forward that this offers. And once all forwards of the stage have been offered, those of the holder that has most of
+them go first, since that has most backwards to come. The paces are those that all ranks measured in the steps before;
+without them none counts as slow.
+
+(A copy that is not slow always claims what its own replica holds, and the quickest what a slow one's holds, so this
+starves nothing.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -34,7 +40,8 @@ from rrfp.errors import ProtocolError
 from rrfp.memory.rules import MemoryRule
 from rrfp.model.tasks import F, Task
 
-#: A slow copy may end so much later than its peers, in microbatches of the quickest for each stage from its own on.
+#: A slow copy, or one that helps, may end so much later than its peers: in microbatches of the quickest for each stage
+#: from its own on.
 SPARE = 0.5
 
 #: A copy that takes no more than so much longer than the quickest is not slow: paces vary.
@@ -46,6 +53,8 @@ _NOBODY = -1
 class _Line(NamedTuple):
     """Which of two offered forwards a copy would rather run: the lower."""
 
+    #: Less than 0 near the end of a step, the more so the more its holder has.
+    urgency: int
     #: In the order of the replica that has it.
     place: int
     #: From this copy to the one that holds it: copies begin with different ones.
@@ -56,26 +65,42 @@ class _Line(NamedTuple):
 class Claims:
     """The part of one copy of a stage in one step: what it may claim, and who runs what.
 
-    ``spare`` is by how many microbatches of the quickest copy a slow one may end later than its peers.
+    Args:
+        pool: of the step.
+        position_of: by microbatch, the place in the order of the hint.
+        spare: by how many microbatches of the quickest copy one may end later than its peers, where it need not run
+            more.
+        sizes: of the microbatches; None: not known.
+        has_gradients: whether holders get gradients: not those of what a caller passed.
     """
 
     __slots__ = (
         "_asked",
+        "_has_gradients",
         "_is_slow",
         "_left",
+        "_num_offered",
         "_offered",
         "_own_left",
+        "_paces",
         "_pool",
         "_position_of",
         "_sizes",
         "_spare",
+        "_unoffered",
         "holders",
         "takers",
         "unbegun",
     )
 
     def __init__(
-        self, pool: ev.Pool, position_of: Sequence[int], spare: float = 0.0, sizes: Sequence[float] | None = None
+        self,
+        pool: ev.Pool,
+        position_of: Sequence[int],
+        spare: float = 0.0,
+        sizes: Sequence[float] | None = None,
+        *,
+        has_gradients: bool = True,
     ) -> None:
         count = len(pool.homes)
         self._pool = pool
@@ -84,19 +109,23 @@ class Claims:
         mean = sum(sizes) / count if sizes is not None else 0.0
         #: By microbatch, how large it is beside the average.
         self._sizes = [size / mean for size in sizes] if sizes is not None and mean else [1.0] * count
-        best = min(pool.paces, default=0.0)
-        self._is_slow = [0 < SLOW * best < pace for pace in pool.paces] or [False] * pool.copies
+        self._paces = pool.paces if all(pool.paces) and pool.paces else (1.0,) * pool.copies
+        self._is_slow = [SLOW * min(self._paces) < pace for pace in self._paces]
+        self._has_gradients = has_gradients
         #: By microbatch, the copy whose rank holds what its forward here reads, and the copy that runs it here.
         self.holders, self.takers = [_NOBODY] * count, [_NOBODY] * count
-        #: Forwards that may be claimed, and those that were, without an answer so far.
+        #: Forwards that may be claimed; how many of them each copy holds; those claimed, without an answer so far.
         self._offered: set[int] = set()
+        self._num_offered = [0] * pool.copies
         self._asked: set[int] = set()
         #: Forwards claimed and not begun.
         self.unbegun = 0
         #: The sizes of those that were granted to nobody.
         self._left = sum(self._sizes)
-        #: How many of them are of this replica's caller.
+        #: How many of them are of this replica's caller, and were not offered by another copy.
         self._own_left = pool.homes.count(pool.copy)
+        #: How many forwards have not been offered.
+        self._unoffered = count
 
     def is_own(self, microbatch: int) -> bool:
         """Whether this copy runs it."""
@@ -117,6 +146,9 @@ class Claims:
             raise ProtocolError(f"microbatch {microbatch} was offered twice: by copy {self.holders[microbatch]}")
         self.holders[microbatch] = holder
         self._offered.add(microbatch)
+        self._num_offered[holder] += 1
+        self._unoffered -= 1
+        self._own_left -= self._pool.homes[microbatch] == self._pool.copy != holder
 
     def next(self, held: int, slots: int | None, *, is_idle: bool) -> int | None:
         """The forward to claim now, if any; ``held`` is D, and a rank that ``is_idle`` has no ready task."""
@@ -124,29 +156,38 @@ class Claims:
             return None
         if slots is not None and held + self.unbegun >= slots:
             return None
-        found = self._chosen(may_help=is_idle and not self._own_left)
-        return None if found is None or self._declines(found, held + self.unbegun) else found
+        return self._chosen(held + self.unbegun, may_help=is_idle and not self._own_left)
 
-    def _chosen(self, *, may_help: bool) -> int | None:
-        """The offered forward that this copy should run, if any."""
-        copies, own = self._pool.copies, self._pool.copy
-        lines = [_Line(self._position_of[m] // copies, (self.holders[m] - own) % copies, m) for m in self._offered]
+    def _chosen(self, held: int, *, may_help: bool) -> int | None:
+        """The offered forward that this copy should run, if any, beside so many that it holds."""
+        copies, own, holders, counts = self._pool.copies, self._pool.copy, self.holders, self._num_offered
+        longest, is_near_end = self._longest(held), self._has_gradients and not self._unoffered
+        lines = []
+        for m in self._offered:
+            holder = holders[m]
+            if self._sizes[m] <= longest or self._is_due(holder, held):
+                urgency = -counts[holder] if is_near_end else 0
+                lines.append(_Line(urgency, self._position_of[m] // copies, (holder - own) % copies, m))
         if not may_help and all(line.distance for line in lines):
-            lines = [line for line in lines if self._is_slow[self.holders[line.microbatch]]]
+            lines = [line for line in lines if self._is_slow[holders[line.microbatch]]]
         return min(lines).microbatch if lines else None
 
-    def _declines(self, microbatch: int, held: int) -> bool:
-        """Whether this copy would end it, and what it holds, later than its peers all that is left."""
-        pool = self._pool
-        if not self._is_slow[pool.copy]:
+    def _is_due(self, holder: int, held: int) -> bool:
+        """Whether this copy, if it helps ``holder`` at all, does so however long its peers need."""
+        if self._is_slow[self._pool.copy]:
             return False
-        others = sum(1 / pace for copy, pace in enumerate(pool.paces) if copy != pool.copy)
-        ends = pool.paces[pool.copy] * (held + self._sizes[microbatch])
-        return ends > self._left / others + self._spare * min(pool.paces)
+        is_behind = self._has_gradients and self._num_offered[holder] > 1
+        return not held or is_behind or holder == self._pool.copy or self._is_slow[holder]
+
+    def _longest(self, held: int) -> float:
+        """The size that this copy ends, with what it holds, no later than its peers all that is left."""
+        paces, own = self._paces, self._pool.copy
+        others = sum(1 / pace for copy, pace in enumerate(paces) if copy != own)
+        return (self._left / others + self._spare * min(paces)) / paces[own] - held if others else math.inf
 
     def claim(self, microbatch: int) -> None:
         """This copy claims it."""
-        self._offered.remove(microbatch)
+        self._withdraw(microbatch)
         self._asked.add(microbatch)
         self.unbegun += 1
 
@@ -166,15 +207,21 @@ class Claims:
         if microbatch in self._asked:
             self._asked.remove(microbatch)
             self.unbegun -= 1
-        self._offered.discard(microbatch)
+        elif microbatch in self._offered:
+            self._withdraw(microbatch)
         self._take(microbatch, copy)
+
+    def _withdraw(self, microbatch: int) -> None:
+        """It may no longer be claimed."""
+        self._offered.remove(microbatch)
+        self._num_offered[self.holders[microbatch]] -= 1
 
     def _take(self, microbatch: int, copy: int) -> None:
         if (taker := self.takers[microbatch]) != _NOBODY:
             raise ProtocolError(f"microbatch {microbatch} was granted twice: to copy {taker} and copy {copy}")
         self.takers[microbatch] = copy
         self._left -= self._sizes[microbatch]
-        self._own_left -= self._pool.homes[microbatch] == self._pool.copy
+        self._own_left -= self._pool.homes[microbatch] == self._pool.copy == self.holders[microbatch]
 
     def begin(self) -> None:
         """The lane takes a forward."""
@@ -237,7 +284,7 @@ class Sharing:
         self.pool = pool
         self._virtual_stage = virtual_stage
         self._is_first = virtual_stage == 0
-        self.claims = Claims(pool, position_of, SPARE * distance, sizes)
+        self.claims = Claims(pool, position_of, SPARE * distance, sizes, has_gradients=not self._is_first)
         #: What the rank holds for its own stage, of its caller's, and for the next one.
         self._inputs, self._outputs = (Grants(pool.copies, len(pool.homes)) for _ in range(2))
         for m, home in enumerate(pool.homes) if self._is_first else ():

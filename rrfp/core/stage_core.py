@@ -521,7 +521,9 @@ def misplaced(event: FromRank, graph: TaskGraph, stage: int, step: Step | None) 
     sent, sender = event.step, _described(sender_of(event, graph))
     if step is not None and sent.number == step.id.number and not step.finished:
         where = f"{sender} is in {sent}, stage {stage} in {step.id}"
-        return ProtocolError(f"stages disagree on the step: {where}; all ranks must make the same calls in order")
+        error = ProtocolError(f"stages disagree on the step: {where}; all ranks must make the same calls in order")
+        error.is_of_callers = True
+        return error
     here = "before its first step"
     if step is not None:
         here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,37 @@ def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
         for batch in program.reopened:
             assert {*batch.homes.values()} == homes
             assert batch.homes == ranks[0].reopened[0].homes
+
+
+class Zeroes(Counts):
+    """Writes into what other callers have passed, once it is used."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(rank, seconds)
+        self.taken: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+        m = task.microbatch
+        passed = (self._batch.targets if self.place.stage else self._batch.inputs)[m]
+        output = super().forward(task, inputs)
+        if self._batch.homes[m][0] != replica_seed(0, self.place.replica):
+            passed.zero_()
+            self.taken.append(weakref.ref(passed))
+        return output
+
+
+def test_what_a_caller_passed_is_copied_for_others_who_forget_it_at_the_end() -> None:
+    ranks = [Zeroes(rank, program.seconds) for rank, program in enumerate(programs())]
+
+    def body(rank: int, pipe: BlockingPipeline) -> int:
+        for number in range(STEPS):
+            own, passed = batch_of(rank, number), "targets" if ranks[rank].place.stage else "inputs"
+            pipe.step(**own)
+            assert own[passed] == batch_of(rank, number)[passed]
+            assert [taken() for taken in ranks[rank].taken] == [None] * len(ranks[rank].taken)
+        return len(ranks[rank].taken)
+
+    assert sum(outcome.value for outcome in run(ranks, body).join()) > STEPS
 
 
 def test_each_caller_scales_the_gradients_of_its_own_microbatches() -> None:

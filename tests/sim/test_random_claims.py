@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from batches import batches
@@ -127,3 +128,35 @@ def test_where_a_pace_is_0_no_copy_counts_as_slow() -> None:
     claims = Claims(ev.Pool(1, 2, (0, 1), paces=(0.0, 1.0)), (0, 1))
     claims.offer(1, 1)
     assert claims.next(0, None, is_idle=True) == 1
+
+
+def _claims_of(copy: int, holders: Sequence[int | None], homes: Sequence[int], **options: Any) -> Claims:
+    """The claims of one of three copies; by microbatch who offers it, None for one that another copy runs."""
+    claims = Claims(ev.Pool(copy, 3, tuple(homes)), range(len(homes)), **options)
+    for m, holder in enumerate(holders):
+        claims.offer(m, 1 - copy if holder is None else holder)
+        if holder is None:
+            claims.grant(m, 1 - copy)
+    return claims
+
+
+def test_what_of_its_own_caller_comes_from_another_copy_keeps_no_copy_from_helping() -> None:
+    for homes in ([0, 0], [0, 1]):
+        assert _claims_of(1, [None, 0], homes, spare=1.0).next(0, None, is_idle=True) == 1
+
+
+def test_a_copy_that_holds_microbatches_leaves_the_only_forward_of_another_to_it() -> None:
+    for holders, held, expected in (([0], 0, 0), ([0], 1, None), ([0, 0], 1, 0), ([0, 2], 1, None), ([0, 1], 1, 1)):
+        assert _claims_of(1, holders, holders).next(held, None, is_idle=True) == expected
+    first = _claims_of(1, [0, 0, 0], [0, 0, 0], has_gradients=False)  # its caller has them all from the beginning
+    assert first.next(1, None, is_idle=True) is None
+    assert first.next(0, None, is_idle=True) == 0
+
+
+def test_near_the_end_the_holder_of_most_goes_first() -> None:
+    assert _claims_of(1, [1, 2, 2], [1, 2, 2]).next(0, None, is_idle=True) == 1
+    assert _claims_of(1, [1, 2, 2], [1, 2, 2], has_gradients=False).next(0, None, is_idle=True) == 0
+    not_the_end = Claims(ev.Pool(1, 3, (1, 2, 2, 0)), range(4))
+    for m, holder in enumerate((1, 2, 2)):
+        not_the_end.offer(m, holder)
+    assert not_the_end.next(0, None, is_idle=True) == 0

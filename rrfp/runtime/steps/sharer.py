@@ -4,14 +4,15 @@ Who runs what is up to `rrfp.core.claims`; this gives its messages their way, an
 that runs it. Before the first task all ranks tell each other how many microbatches their callers have, with weights and
 sizes, so that a microbatch has the same number everywhere. What a caller has passed for it travels on its own, when the
 rank that has it hears who runs it: behind it a forward that needs it waits, though its input be there.
+
+Tensors are packed and copied on the lane only: packed once before the step, and copied by the forward that reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rrfp.compute.payload import Payload
@@ -30,11 +31,32 @@ from rrfp.transports.base import Channel, Message, MessageKind
 #: Forwards that a rank has claimed and not begun: one hides the way there and back behind the task before it.
 DEPTH = 1
 
+#: What stands for that which no caller has passed.
+_BLANK: Mapping[str, Any] = {"kwargs": {}}
+
 _EVENTS: Mapping[MessageKind, Callable[[StepId, Task, int], ev.Event]] = {
     MessageKind.OFFERED: ev.Offered,
     MessageKind.CLAIMED: ev.Claimed,
     MessageKind.GRANTED: ev.Granted,
 }
+
+
+class _Passed(Sequence[Any]):
+    """What callers have passed, by microbatch; calls ``before`` with the number of one that is read."""
+
+    def __init__(self, values: Sequence[Any], before: Callable[[int], None]) -> None:
+        self._values = values
+        self._before = before
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        numbers = range(len(self._values))[index]
+        if isinstance(numbers, range):
+            return [self[m] for m in numbers]
+        self._before(numbers)
+        return self._values[numbers]
 
 
 class ForwardSharer(ReplicaExchange):
@@ -47,22 +69,28 @@ class ForwardSharer(ReplicaExchange):
         self._core = core
         self._on_event = on_event
         self._supervisor = context.supervisor
-        self._is_on_device = context.lane.device is not None
+        self._adopt = context.lane.adopt
         topology = self._topology
         #: The ranks of each stage, by replica; a stage's forwards are held by those of the stage before.
         self._ranks = [topology.mesh.counterparts(topology.rank_of(stage)) for stage in range(topology.stages)]
         (self._virtual_stage,) = core.graph.placement.virtual_stages(topology.stage)
-        #: The plan of the step as its caller made it; None in a step that is not shared.
-        self._given: StepPlan | None = None
-        #: By microbatch, whose caller has it; and by replica, whether the rank of this stage has data of its own.
+        self._last_kind = core.graph.last_kind(self._virtual_stage, Mode.TRAIN)
+        #: By microbatch, whose caller has it; empty in a step that is not shared. And by replica, whether the rank of
+        #: this stage has data of its own.
         self._homes: tuple[Home, ...] = ()
         self._have_data: Sequence[bool] = ()
+        #: What this rank's caller has passed, by its own microbatches.
+        self._own: Sequence[Payload] = ()
         #: What the program reads: lists by microbatch.
         self._lists_here: dict[str, list[Any]] = {}
-        #: Microbatches of others whose data are here, and outputs that wait for theirs.
+        #: Microbatches of others whose data are here; those with tensors as they arrived; outputs that wait for theirs.
         self._here: set[int] = set()
+        self._arrived: dict[int, Payload] = {}
         self._kept: dict[int, ev.Arrived] = {}
-        self._giving: set[asyncio.Future[None]] = set()
+        #: How much is on its way to others.
+        self._num_leaving = 0
+        self._all_left = asyncio.Event()
+        self._all_left.set()
         self.handlers = {
             **dict.fromkeys(_EVENTS, self._on_claim_message),
             MessageKind.OUTPUT: self._on_output,
@@ -77,12 +105,10 @@ class ForwardSharer(ReplicaExchange):
 
     async def share(self, plan: StepPlan) -> StepPlan:
         """The plan of the microbatches of all replicas, which the program then has room for."""
-        self._given = None
         self._homes, self._lists_here = (), {}
         self._here.clear()
         if plan.step.mode is not Mode.TRAIN:
             return plan
-        await self._check_once(plan)
         lists = self._lists(plan)
         has_data = any(values is not None for values in lists.values())
         weights = () if plan.weights is None else tuple(map(float, plan.weights))
@@ -96,7 +122,6 @@ class ForwardSharer(ReplicaExchange):
         if all(sum(share.sizes) for share in replicas):
             sizes = tuple(replicas[home.replica].sizes[home.microbatch] for home in self._homes)
         scales = [shares[self._ranks[-1][home.replica]].grad_scale for home in self._homes]
-        self._given = plan
         return await self._on_lane(
             "making room for microbatches", lambda: self._reopened(plan, self._weights(shares), sizes, scales)
         )
@@ -124,18 +149,21 @@ class ForwardSharer(ReplicaExchange):
     ) -> StepPlan:
         """The plan of all microbatches, with which the program begins the step anew."""
         own, count = self._topology.replica, len(self._homes)
+        if self._topology.stage == 0 or self._have_data[own]:
+            self._own = self._packed(plan, range(plan.step.microbatches))
         batch = plan.batch_of(self._topology.stage)
         for name, is_used in self._used.items():
             values = getattr(batch, name)
             if is_used and (values is not None or any(self._have_data)):
-                blank: Any = {} if name == "kwargs" else None
+                blank = _BLANK.get(name)
                 self._lists_here[name] = [
                     blank if values is None or home.replica != own else values[home.microbatch] for home in self._homes
                 ]
+        passed = {name: _Passed(values, self._copy) for name, values in self._lists_here.items()}
         new = Batch(
-            self._lists_here.get("inputs"),
-            self._lists_here.get("targets"),
-            self._lists_here.get("kwargs"),
+            passed.get("inputs"),
+            passed.get("targets"),
+            passed.get("kwargs"),
             factors_of(batch).dealt(weights, grad_scales),
             batch.return_outputs,
             batch.training_step,
@@ -158,9 +186,10 @@ class ForwardSharer(ReplicaExchange):
         )
 
     async def settle(self) -> None:
-        """Wait until what the caller passed is no longer read by others."""
-        if self._giving:
-            await asyncio.gather(*self._giving)
+        """Wait until what the caller passed is no longer read by others, and forget what theirs passed."""
+        await self._all_left.wait()
+        self._own = ()
+        self._forget(self._here)
 
     # What the core asks for.
 
@@ -178,27 +207,19 @@ class ForwardSharer(ReplicaExchange):
 
     def _give(self, give: ev.Give) -> None:
         """Send what the caller has passed for a microbatch to the rank that runs it."""
-        if self._topology.stage and not self._have_data[self._topology.replica]:
+        if not self._own:
             return
-        giving = asyncio.ensure_future(self._send_given(give))
-        self._giving.add(giving)
-        giving.add_done_callback(partial(self._given_away, give.task))
+        self._num_leaving += 1
+        self._all_left.clear()
+        self._supervisor.spawn(self._send_given(give), give.task)
 
     async def _send_given(self, give: ev.Give) -> None:
-        plan, m = self._given, give.task.microbatch
-        assert plan is not None, "the step is not shared"
-        number = self._homes[m].microbatch
-        (payload,) = (
-            await self._on_lane("packing microbatches", lambda: self._packed(plan, [number]))
-            if self._is_on_device
-            else self._packed(plan, [number])
-        )
-        await self._messenger.send_to(self._counterparts[give.copy], self._message(m, payload))
-
-    def _given_away(self, task: Task, giving: asyncio.Future[None]) -> None:
-        self._giving.discard(giving)
-        if not giving.cancelled() and (error := giving.exception()) is not None:
-            self._fail(error, task)
+        m = give.task.microbatch
+        message = self._message(m, self._own[self._homes[m].microbatch])
+        await self._messenger.send_to(self._counterparts[give.copy], message)
+        self._num_leaving -= 1
+        if not self._num_leaving:
+            self._all_left.set()
 
     def _copies_of(self, task: Task) -> Sequence[int]:
         return self._ranks[self._core.graph.stage_of[task.virtual_stage]]
@@ -230,7 +251,7 @@ class ForwardSharer(ReplicaExchange):
         """An OUTPUT arrived: of a forward that runs here behind the data of its microbatch."""
         arrived = self._messenger.received_output(message)
         m, step = arrived.task.microbatch, self._activity.step
-        if self._given is not None and arrived.step == step and arrived.task.kind is F and self._lacks(m):
+        if self._homes and arrived.step == step and arrived.task.kind is F and self._lacks(m):
             self._kept[m] = arrived
         else:
             self._on_event(arrived)
@@ -248,36 +269,44 @@ class ForwardSharer(ReplicaExchange):
         step, task, sender = self._activity.step, message.task, message.sender
         if sender not in self._counterparts or task is None:
             raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage")
-        if self._given is None or message.step != step:
+        if not self._homes or step is None or message.step != step:
             raise ProtocolError(f"rank {sender} sent a microbatch of {message.step} in {step}")
         m = task.microbatch
         if not self._lacks(m) or self._homes[m].replica != self._replica_of[sender]:
             raise ProtocolError(f"rank {sender} sent microbatch {m}, which is here, or of another replica")
-        payload = self._payload(message)
-        if self._is_on_device:
-            self._supervisor.spawn(self._take_on_lane(m, payload))
-        else:
-            self._take(m, payload)
-            self._taken(m)
+        self._forget([each for each in self._here if self._has_run(each)])
+        self._arrived[m] = payload = self._payload(message)
+        self._put(m, payload)
+        self._here.add(m)
+        if self._topology.stage == 0:
+            self._on_event(ev.Granted(step, Task(F, m, self._virtual_stage), self._topology.replica))
+        elif (arrived := self._kept.pop(m, None)) is not None:
+            self._on_event(arrived)
 
-    async def _take_on_lane(self, microbatch: int, payload: Payload) -> None:
-        tensors = [tensor for tensor in payload.tensors if tensor is not None]
-        await self._on_lane("taking microbatches", lambda: self._take(microbatch, payload), tensors)
-        self._taken(microbatch)
-
-    def _take(self, microbatch: int, payload: Payload) -> None:
-        # A module may write into its inputs; what arrived is read-only.
-        copied = tuple([tensor if tensor is None else tensor.clone() for tensor in payload.tensors])
-        fields = unpacked_fields(Payload(copied, payload.structure))
+    def _put(self, microbatch: int, payload: Payload) -> None:
+        """Put what another caller has passed where the program reads it."""
+        fields = unpacked_fields(payload)
         for name, values in self._lists_here.items():
             if (value := fields.get(name)) is not None:
                 values[microbatch] = value
 
-    def _taken(self, microbatch: int) -> None:
-        """The data of a microbatch are where the program reads them."""
-        self._here.add(microbatch)
-        step = self._activity.step
-        if self._topology.stage == 0 and step is not None:
-            self._on_event(ev.Granted(step, Task(F, microbatch, self._virtual_stage), self._topology.replica))
-        elif (arrived := self._kept.pop(microbatch, None)) is not None:
-            self._on_event(arrived)
+    def _copy(self, microbatch: int) -> None:
+        """The program reads what a caller has passed: in a task, that of others is copied first."""
+        # A module may write into its inputs; what arrived is read-only.
+        if microbatch in self._arrived and self._executor.computes_here():
+            payload = self._arrived.pop(microbatch)
+            self._adopt(tensor for tensor in payload.tensors if tensor is not None)
+            copied = [tensor if tensor is None else tensor.clone() for tensor in payload.tensors]
+            self._put(microbatch, Payload(tuple(copied), payload.structure))
+
+    def _has_run(self, microbatch: int) -> bool:
+        """Whether all tasks of a microbatch that was claimed here have ended."""
+        core, last = self._core, Task(self._last_kind, microbatch, self._virtual_stage)
+        return core.step is not None and core.step.readiness.is_available(last) and last not in core.in_flight
+
+    def _forget(self, microbatches: Iterable[int]) -> None:
+        """Drop what other callers have passed."""
+        for m in microbatches:
+            self._arrived.pop(m, None)
+            for name, values in self._lists_here.items():
+                values[m] = _BLANK.get(name)
