@@ -21,7 +21,7 @@ from rrfp.compute.split.backward import Unsplittable
 from rrfp.core.ready_set import MicrobatchOrder
 from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, Faults, misspelt, nearest_to
-from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, check_order, check_shared, create_hint, create_strict
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
 from rrfp.runtime.context import Coordination
@@ -56,7 +56,6 @@ class Option:
         return replace(self, is_common=True)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value of the option ``name`` that does not fit."""
         if not self.fits(value):
             wanted = self.wanted() if callable(self.wanted) else self.wanted
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
@@ -78,9 +77,8 @@ def _seconds() -> Option:
     return Option("a finite number above 0", fits)
 
 
-def _integer(least: int | None = None) -> Option:
-    wanted = "an integer" if least is None else f"an integer >= {least}"
-    return Option(wanted, lambda value: type(value) is int and (least is None or value >= least))
+def _integer(least: int) -> Option:
+    return Option(f"an integer >= {least}", lambda value: type(value) is int and value >= least)
 
 
 def _or_none(option: Option, meaning: str) -> Option:
@@ -348,7 +346,6 @@ class OptionArguments(TypedDict, total=False):
 
 @cache
 def option_table() -> Mapping[str, Option]:
-    """Every option by name, in order."""
     hints = get_type_hints(Options, include_extras=True)
     rules = {name: next(part for part in get_args(hint) if isinstance(part, Option)) for name, hint in hints.items()}
     return {each.name: replace(rules[each.name], default=each.default) for each in fields(Options)}
@@ -429,6 +426,10 @@ def _check_sharing(options: Options) -> None:
         raise ConfigError("deterministic is True, must be False with share_replicas: durations decide who runs what")
     if options.replay is not None:
         raise ConfigError("replay is set, must be None with share_replicas: a logged step has other microbatches")
+    if options.share_replicas is True and options.order == "natural":
+        raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: any idle copy takes the next")
+    if options.hint is not None:
+        check_shared(options.hint, by_claims=options.share_replicas is True)
 
 
 def _check_patience(options: Options) -> None:

@@ -31,7 +31,6 @@ def breakdown_table(
     peak_held: Sequence[int] | None = None,
     peak_bytes: Sequence[int] | None = None,
     numbers: Sequence[int] | None = None,
-    title: str | None = None,
 ) -> Table:
     """One row a stage, their mean, and the largest peaks; MiB where bytes were held.
 
@@ -43,7 +42,6 @@ def breakdown_table(
         peak_held: the most chunk tasks held, by stage; None leaves the column out.
         peak_bytes: the most bytes held, by stage; None, or zeros alone, leave the column out.
         numbers: the stages' numbers; None counts them from 0.
-        title: the table's title.
     """
     average = mean(stages)
     numbers = _one_a_stage("numbers", range(len(stages)) if numbers is None else numbers, len(stages))
@@ -51,7 +49,7 @@ def breakdown_table(
     unit, time = _unit(average.step)
     peaks = _peaks(len(stages), peak_held, peak_bytes)
     heads = (*(name for name, _ in columns), "blocked", *peaks)
-    table = _table(heads, title, f"times in {unit}; a step took {time(average.step)}")
+    table = _table(heads, f"times in {unit}; a step took {time(average.step)}")
     for index, (number, part) in enumerate(zip(numbers, stages, strict=True)):
         most = [cells[index] for cells, _ in peaks.values()]
         table.add_row(str(number), *(time(value(part)) for _, value in columns), _blocked(part), *most)
@@ -91,10 +89,10 @@ def duration(seconds: float) -> str:
     return f"{time(seconds)} {unit}"
 
 
-def _table(heads: Iterable[str], title: str | None = None, caption: str | None = None) -> Table:
+def _table(heads: Iterable[str], caption: str | None = None) -> Table:
     """A table of numbers by stage, without rows."""
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.title_justify = table.caption_justify = "left"
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.caption_justify = "left"
     table.add_column("stage", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)

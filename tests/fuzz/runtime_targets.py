@@ -39,7 +39,7 @@ from rrfp.runtime.steps.reports import StageReport
 from rrfp.runtime.steps.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
 from rrfp.trace.plain import to_plain
-from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext
 from rrfp.transports.cuda_ipc.transport import _Trial
 from rrfp.transports.host_choice import _Published
@@ -299,7 +299,7 @@ def _a_trace(random: Random) -> Any:
         (TaskSpan(1, task, 1.0, 2.0, random.choice((None, 0.75))),),
         (WaitSpan(1, random.choice(list(WaitCause)), 0.5, 1.0),),
         (MessageSpan(0, 1, task, random.choice((None, 0.25)), 0.5, 8),),
-        peaks=(StagePeaks(1, Peaks(1, 2, 3, 4)),),
+        peaks={1: Peaks(1, 2, 3, 4)},
     )
     return [random.randint(0, 1), to_plain(trace)]
 

@@ -11,8 +11,16 @@ QUICK = [
     ClaimCase(1, 2, (0, 0)),
     ClaimCase(1, 2, (0, 0, 1), paces=(3.0, 1.0)),
     ClaimCase(2, 2, (0,)),
+    ClaimCase(1, 2, (0, 0, 1), limit=2, most_bytes=3, sizes=(1, 2, 3)),
+    ClaimCase(1, 2, (0, 1), split=True, chunks=2),
 ]
 ALL = [
+    ClaimCase(2, 2, (0, 0), limit=2, most_bytes=1, sizes=(1, 2)),
+    ClaimCase(1, 2, (0, 0, 1), limit=3, depth=2, split=True, most_bytes=3, sizes=(1, 2, 2)),
+    ClaimCase(2, 2, (0,), chunks=2),
+    ClaimCase(2, 2, (0,), chunks=2, layout="v", split=True),
+    ClaimCase(2, 2, (0, 1), chunks=2, layout="v"),
+    ClaimCase(2, 2, (0,), chunks=3, layout="v", depth=2),
     ClaimCase(1, 2, (0, 0, 1)),
     ClaimCase(1, 3, (0, 0, 1), split=True),
     ClaimCase(1, 2, (0, 0, 0, 1), limit=2, depth=2),
@@ -32,7 +40,7 @@ def test_no_interleaving_deadlocks_passes_a_limit_or_runs_a_task_twice(case: Cla
     found = ClaimSearch(case).run()
     assert not found.wrong
     assert found.ends
-    assert found.peak_held <= case.limit
+    assert found.peak_held <= case.limit * case.chunks
 
 
 def test_without_paces_every_copy_may_run_every_forward() -> None:

@@ -209,12 +209,19 @@ class RankChecker:
 
 
 class PoolChecker(RankChecker):
-    """Checks a rank of replicas that share forwards: of a microbatch it runs all or nothing."""
+    """Checks a rank of replicas that share forwards: of a microbatch on successive chunks it runs all or nothing."""
 
     def expected(self, step: StepId) -> set[Task]:
         """What the rank has to run: all of what it has begun."""
         every = super().expected(step)
         if step.mode is not Mode.TRAIN:
             return every
-        own = {task.microbatch for task in self._completed}
-        return {task for task in every if task.microbatch in own}
+        own = {self._begins(task) for task in self._completed}
+        return {task for task in every if self._begins(task) in own}
+
+    def _begins(self, task: Task) -> tuple[int, int]:
+        """The microbatch, and the first virtual stage from which on all are on this stage."""
+        first, stage_of = task.virtual_stage, self._graph.stage_of
+        while first and stage_of[first - 1] == stage_of[first]:
+            first -= 1
+        return task.microbatch, first

@@ -19,6 +19,7 @@ from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.unused_hint import UnusedHint
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
 from rrfp.model.tasks import Mode, StepId, Task
 
 #: What a rank has heard, in order.
@@ -27,7 +28,7 @@ _History = tuple[ev.Event, ...]
 
 @dataclass(frozen=True, slots=True)
 class ClaimCase:
-    """A chain of N stages, each with so many copies.
+    """A chain over N stages, each with so many copies.
 
     Attributes:
         stages: N.
@@ -37,6 +38,10 @@ class ClaimCase:
         depth: forwards claimed and not begun.
         split: whether backward is split.
         paces: by copy, seconds of a microbatch, on each stage; empty: not known.
+        chunks: of a stage.
+        layout: ``"looped"`` or ``"v"``.
+        most_bytes: the limit on bytes; None: unlimited.
+        sizes: bytes that each microbatch holds on each chunk, which its caller tells; empty: none.
     """
 
     stages: int
@@ -46,6 +51,10 @@ class ClaimCase:
     depth: int = 1
     split: bool = False
     paces: tuple[float, ...] = ()
+    chunks: int = 1
+    layout: Layout = "looped"
+    most_bytes: int | None = None
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -56,7 +65,8 @@ class ClaimsExplored:
         states: states reached.
         ends: those in which the step has ended on all ranks.
         wrong: what is wrong with a state, each once; empty if nothing is.
-        peak_held: the most D plus claimed forwards on any rank.
+        peak_held: the most D plus claimed forwards on any rank; of several chunks D alone.
+        peak_bytes: the most bytes that microbatches in work held on any rank.
         takers: who has run the forwards in some state at the end: by stage and microbatch, the copy.
     """
 
@@ -64,6 +74,7 @@ class ClaimsExplored:
     ends: int = 0
     wrong: list[str] = field(default_factory=list)
     peak_held: int = 0
+    peak_bytes: int = 0
     takers: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
 
@@ -88,7 +99,8 @@ class ClaimSearch:
         self._case = case
         self._most = most
         self._ranks = ranks_of(case.stages, case.copies)
-        self._graph = TaskGraph.chain(case.stages, split=case.split)
+        self._graph = TaskGraph.chain(case.stages, chunks=case.chunks, layout=case.layout, split=case.split)
+        self._sizes = case.sizes or (0,) * len(case.homes)
         self._step = StepId(0, Mode.TRAIN, len(case.homes))
         self._found = ClaimsExplored()
 
@@ -97,7 +109,8 @@ class ClaimSearch:
         state = _State(((),) * len(self._ranks), {})
         for rank in self._ranks:
             pool = ev.Pool(rank.replica, self._case.copies, self._case.homes, self._case.depth, self._case.paces)
-            opened = ev.StepOpened(0, Mode.TRAIN, len(self._case.homes), pool=pool)
+            sizes = tuple(map(float, self._case.sizes)) or None
+            opened = ev.StepOpened(0, Mode.TRAIN, len(self._case.homes), sizes, pool=pool)
             state = self._after(state, rank, opened)
         seen, queue = {self._key(state)}, deque([state])
         while queue and len(seen) < self._most:
@@ -123,7 +136,8 @@ class ClaimSearch:
         for rank, core in zip(self._ranks, cores, strict=True):
             if core.in_flight:
                 is_end = False
-                yield from self._try(state, rank, ev.Completed(core.in_flight[0]))
+                task = core.in_flight[0]
+                yield from self._try(state, rank, ev.Completed(task, self._sizes[task.microbatch]))
                 continue
             for task in core.ready:
                 is_end = False
@@ -168,12 +182,13 @@ class ClaimSearch:
             case ev.Offer(task):
                 tell(self._copies(task.virtual_stage), ev.Offered(self._step, task, own))
             case ev.Claim(task, copy):
-                tell([self._at(max(0, task.virtual_stage - 1), copy)], ev.Claimed(self._step, task, own))
+                holder = self._graph.stage_of[max(0, task.virtual_stage - 1)]
+                tell([self._at(holder, copy)], ev.Claimed(self._step, task, own))
             case ev.Grant(task, copy):
                 others = (each for each in self._copies(task.virtual_stage) if each.replica != copy and each != rank)
                 tell(others, ev.Granted(self._step, task, copy))
             case ev.Give(task, copy) if not task.virtual_stage:
-                tell([self._at(0, copy)], ev.Granted(self._step, task, copy), task)
+                tell([self._at(rank.stage, copy)], ev.Granted(self._step, task, copy), task)
             case ev.ReduceChunk(virtual_stage):
                 return (ev.ChunkReduced(virtual_stage),)
         return ()
@@ -181,11 +196,12 @@ class ClaimSearch:
     def _at(self, stage: int, copy: int) -> Rank:
         return self._ranks[stage * self._case.copies + copy]
 
-    def _copies(self, stage: int) -> Sequence[Rank]:
-        return self._ranks[stage * self._case.copies : (stage + 1) * self._case.copies]
+    def _copies(self, virtual_stage: int) -> Sequence[Rank]:
+        first = self._graph.stage_of[virtual_stage] * self._case.copies
+        return self._ranks[first : first + self._case.copies]
 
     def _core(self, rank: Rank, history: _History) -> StageCore:
-        core = StageCore(self._graph, rank.stage, UnusedHint(), Limit(microbatches=self._case.limit))
+        core = StageCore(self._graph, rank.stage, UnusedHint(), Limit(self._case.limit, self._case.most_bytes))
         for event in history:
             core.apply(event)
         return core
@@ -211,29 +227,40 @@ class ClaimSearch:
             step = core.step
             assert step is not None
             assert step.sharing is not None
-            used = step.admission.held + step.sharing.claims.unbegun
+            used, unbegun = step.admission.held, len(step.sharing.unbegun)
+            if self._case.chunks == 1:  # else a claim may have to wait for a slot
+                used += unbegun
             self._found.peak_held = max(self._found.peak_held, used)
-            if used > self._case.limit:
+            if used > self._case.limit * self._case.chunks:
                 self._note(f"{rank.name} holds and claims {used}, the limit is {self._case.limit}")
-            if step.sharing.claims.unbegun > self._case.depth:
-                self._note(f"{rank.name} has claimed {step.sharing.claims.unbegun}")
+            if unbegun > self._case.depth * self._case.chunks:
+                self._note(f"{rank.name} has claimed {unbegun}")
+            self._check_bytes(rank, core)
             for task in self._graph.tasks(rank.stage, len(self._case.homes), Mode.TRAIN):
-                is_here = step.sharing.claims.is_own(task.microbatch) and step.readiness.is_available(task)
-                if is_here and ran.setdefault(task, rank) != rank:
+                is_own = step.sharing.of(task.virtual_stage).is_own(task.microbatch)
+                if is_own and step.readiness.is_available(task) and ran.setdefault(task, rank) != rank:
                     self._note(f"{task} ran twice")
+
+    def _check_bytes(self, rank: Rank, core: StageCore) -> None:
+        """They fit, or are those of one microbatch that is larger by itself."""
+        held, most = core.holding.num_bytes, self._case.most_bytes
+        self._found.peak_bytes = max(self._found.peak_bytes, held)
+        if most is not None and held > max(most, *self._sizes):
+            self._note(f"{rank.name} holds {held} bytes, the limit is {most}")
 
     def _end(self, cores: Sequence[StageCore]) -> None:
         self._found.ends += 1
-        takers: dict[int, tuple[int, ...]] = {}
+        takers: dict[tuple[int, int], tuple[int, ...]] = {}
         for rank, core in zip(self._ranks, cores, strict=True):
             step = core.step
             assert step is not None
             assert step.sharing is not None
             if not step.finished:
                 self._note(f"nothing can happen any longer, and {rank.name} has not ended the step")
-            told = tuple(step.sharing.claims.takers)
-            if takers.setdefault(rank.stage, told) != told:
-                self._note(f"{rank.name} has heard of other copies than its counterparts: {told}")
+            for virtual_stage, claims in step.sharing.claims.items():
+                told = tuple(claims.takers)
+                if takers.setdefault((rank.stage, virtual_stage), told) != told:
+                    self._note(f"{rank.name} has heard of other copies than its counterparts: {told}")
         self._found.takers.add(tuple(takers.values()))
 
     def _note(self, what: str) -> None:

@@ -176,9 +176,9 @@ class ReplicaExchange:
             packed.append(payload.sent())
         return packed
 
-    def _message(self, microbatch: int, payload: Payload) -> Message:
+    def _message(self, microbatch: int, payload: Payload, virtual_stage: int = 0) -> Message:
         body = {"structure": payload.structure}
-        task, kind = Task(Kind.F, microbatch, 0), MessageKind.MICROBATCH
+        task, kind = Task(Kind.F, microbatch, virtual_stage), MessageKind.MICROBATCH
         return Message(Channel.FORWARD, kind, self._activity.step, task, payload.tensors, body)
 
     def _payload(self, message: Message) -> Payload:
