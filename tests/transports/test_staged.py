@@ -25,7 +25,7 @@ from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, running, soon, stays_pending
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.tunnel.announcements import STAGED
+from rrfp.transports.tunnel.p2p import STAGED
 from rrfp.transports.tunnel.transport import StagedTransport, staged
 from rrfp.transports.zmq.transport import ZmqTransport
 
