@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from rrfp.tables import mebibytes
 from rrfp.trace.breakdown import Breakdown, mean
 
 #: Heading and value of the columns between the stage and the peaks; times in seconds.
@@ -106,7 +107,7 @@ def _peaks(
     peaks: dict[str, tuple[list[str], str]] = {}
     for name, values, heading, text in (
         ("peak_held", peak_held, "peak\nheld", str),
-        ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak\nMiB", _mebibytes),
+        ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak\nMiB", mebibytes),
     ):
         if values is None:
             continue
@@ -127,11 +128,6 @@ def _unit(step: float) -> tuple[str, Callable[[float], str]]:
     unit, scale = ("s", 1.0) if step >= 10 else ("ms", 1e3) if step >= 1e-2 else ("us", 1e6)
     decimals = 1 if step * scale < 1000 else 0
     return unit, lambda seconds: f"{seconds * scale:.{decimals}f}"
-
-
-def _mebibytes(num_bytes: int) -> str:
-    mebibytes = num_bytes / (1 << 20)
-    return f"{mebibytes:.{1 if mebibytes < 1000 else 0}f}"
 
 
 def _blocked(part: Breakdown) -> str:

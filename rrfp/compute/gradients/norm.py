@@ -24,7 +24,7 @@ from rrfp.compute.gradients.layout import as_dtensor, check_dense, local_part
 from rrfp.compute.gradients.process_groups import crossed
 from rrfp.compute.gradients.reducer import parameters_once
 from rrfp.errors import ConfigError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.topology import Topology
 from rrfp.plain import flag, or_none
 

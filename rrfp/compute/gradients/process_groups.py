@@ -17,8 +17,8 @@ from rrfp.compute.gradients.module_reduction import submodules
 from rrfp.compute.gradients.reducer import parameters_once
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.mesh import PIPELINE, REPLICATED
-from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
 
 if TYPE_CHECKING:

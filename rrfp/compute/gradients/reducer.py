@@ -42,7 +42,7 @@ from rrfp.compute.gradients.layout import (
 from rrfp.compute.gradients.module_reduction import shard_again
 from rrfp.compute.lanes.base import Lane
 from rrfp.errors import StageError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
