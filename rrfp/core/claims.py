@@ -256,6 +256,11 @@ class Sharing:
         for m in self._outputs.unclaimed():
             yield Task(F, m, self._virtual_stage + 1)
 
+    def taker_of(self, forward: Task) -> int:
+        """The copy that this rank, which holds the input of ``forward``, gave it to, or -1."""
+        held = self._inputs if forward.virtual_stage == self._virtual_stage else self._outputs
+        return held.takers[forward.microbatch]
+
     def claims_now(self, admission: MemoryRule, *, is_idle: bool) -> Iterator[ev.Claim | ev.Grant]:
         """What this rank claims now; of its own caller's it grants that itself."""
         claims, own = self.claims, self.pool.copy

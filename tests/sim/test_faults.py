@@ -76,6 +76,7 @@ def test_the_scenarios_have_everything_that_they_should() -> None:
     assert any(one.visits is not None for one in graphs)
     assert any(len(one.steps) > 1 for one in graphs)
     assert all(one.parallelism.members == one.parallelism.replicas == 1 for one in graphs)
+    assert all(one.shared is None for one in graphs)
     places = [one.graph.placement for one in chains if isinstance(one.graph.placement, Placement)]
     assert {place.stages for place in places} == {1, 2, 3, 4, 5}
     assert {(place.chunks, place.layout) for place in places} == {(1, "looped"), (1, "v"), (2, "looped"), (2, "v")}
@@ -90,7 +91,8 @@ def test_the_scenarios_have_everything_that_they_should() -> None:
     assert any(one.in_order for one in made)
     drawn = [one.parallelism for one in made]
     assert {parallelism.members for parallelism in drawn} == {1, 2, 3}
-    assert {parallelism.replicas for parallelism in drawn} == {1, 2}
+    assert {one.parallelism.replicas for one in made if one.shared is None} == {1, 2}
+    assert {one.parallelism.replicas for one in made if one.shared is not None} == {2, 3}
     assert {(parallelism.is_led, parallelism.agrees) for parallelism in drawn} == {
         (False, False),
         (True, False),
