@@ -63,7 +63,7 @@ def test_whichever_copy_of_a_stage_is_slow_and_however_much(
     assert found.ends
 
 
-@pytest.mark.parametrize("case", marked(QUICK[:5], QUICK[5:]), ids=str)
+@pytest.mark.parametrize("case", marked(QUICK[:5], [*QUICK[5:], *ALL[:2]]), ids=str)
 def test_what_is_left_out_changes_neither_the_ends_nor_what_is_held(case: ClaimCase) -> None:
     every, reduced = ClaimSearch(case, reduce=False).run(), ClaimSearch(case).run()
     assert reduced.states < every.states
@@ -85,10 +85,12 @@ ABORTED = [
     ClaimCase(2, 2, (0,)),
 ]
 MORE_ABORTED = [
-    ClaimCase(1, 3, (0, 1)),
-    ClaimCase(2, 2, (0,), split=True),
-    ClaimCase(2, 2, (0,), paces=((4.0, 1.0), (1.0, 4.0))),
+    ClaimCase(1, 2, (0, 0, 0, 1), limit=2, depth=2),
+    ClaimCase(1, 3, (0, 0, 1), split=True),
     ClaimCase(2, 2, (0, 1)),
+    ClaimCase(2, 2, (0, 1), limit=2, paces=((4.0, 1.0), (1.0, 4.0))),
+    ClaimCase(2, 2, (0, 0), limit=2, depth=2),
+    ClaimCase(2, 2, (0, 1), limit=2, depth=2, split=True),
 ]
 
 
