@@ -146,9 +146,11 @@ class ProtocolError(PeerError):
     Attributes:
         sender: the sender, for a message that arrived before its step and was applied when the step opened; None for
             all others, whose sender the runtime knows.
+        is_of_callers: whether programs made different calls, so that frames of the runtime say nothing.
     """
 
     sender: Sender | None = None
+    is_of_callers = False
 
 
 class PeerLostError(PeerError):

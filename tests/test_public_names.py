@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from rrfp import callbacks, local
 from rrfp.callbacks import RunAborted
-from rrfp.cli import app
+from rrfp.commands.app import app
 from rrfp.costs import from_json
 from rrfp.errors import ConfigError
 from rrfp.hints import BegunReported

@@ -70,7 +70,8 @@ def _replicas(root: Path, way: str, kind: str, factor: str, sign: int) -> str | 
     document = read(root, REPLICAS)
     if document is None:
         return None
-    rows = [row for row in document["rows"] if (row["kind"], row["factor"]) == (kind, float(factor))]
+    wanted = kind, float(factor)
+    rows = [row for row in document["rows"] if (row["kind"], row["factor"]) == wanted and row.get("slow", 1) < 2]
     return _percent(sign * (row[way] - 1) for row in rows)
 
 

@@ -24,11 +24,14 @@ from rrfp.transports.registry import create_transport
 
 
 class Delays:
-    """The slow links: each joins a rank with the next, and takes ``seconds`` each way."""
+    """The slow links: each joins a rank with the next, and takes ``seconds`` each way.
 
-    def __init__(self) -> None:
-        self._links: frozenset[tuple[int, int]] = frozenset()
-        self._seconds = 0.0
+    ``everywhere``: seconds between any two ranks, until `set` is called.
+    """
+
+    def __init__(self, everywhere: float = 0.0) -> None:
+        self._links: frozenset[tuple[int, int]] | None = None
+        self._seconds = everywhere
 
     def set(self, links: Sequence[int], seconds: float) -> None:
         """From now on these links are slow, and no others."""
@@ -36,7 +39,8 @@ class Delays:
 
     def between(self, rank: int, peer: int) -> float:
         """Seconds from one to the other."""
-        return self._seconds if (min(rank, peer), max(rank, peer)) in self._links else 0.0
+        is_slow = self._links is None or (min(rank, peer), max(rank, peer)) in self._links
+        return self._seconds if is_slow else 0.0
 
 
 class DelayingTransport(Transport):

@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.links.simulated import LINKS, METHODS, table
+from rrfp.hints.registry import DEFAULT_HINT
 from rrfp.lab.simulation import simulate
-from rrfp.lab.traces.pictures import DARK, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib, save_picture
+from rrfp.lab.traces.pictures import (
+    DARK,
+    MUTED,
+    TEXT_SIZE,
+    TITLE_SIZE,
+    method_looks,
+    require_matplotlib,
+    save_picture,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +29,12 @@ if TYPE_CHECKING:
 _LINK = "6-7"
 #: Milliseconds each way.
 _DELAYS = range(0, 61, 5)
-#: By name: the label, the colour, the shape and its size; the curves of "2n" and "auto" coincide.
-_STYLES: Mapping[str, tuple[str, str, str, int]] = {
-    "1F1B": ("strict 1F1B", "#d6604d", "s", 4),
-    "whole, n": ('"n"', "#9ecae1", "o", 4),
-    "whole, 2n": ('"2n"', "#3182bd", "^", 9),
-    "whole, auto": ('"auto"', "#1b1f24", "D", 3),
+#: By name: the label, and the size of its marks; the curves of "2n" and "auto" coincide.
+_LABELS: Mapping[str, tuple[str, int]] = {
+    "1F1B": ("strict 1f1b", 4),
+    "whole, n": (f"{DEFAULT_HINT}, limit n", 4),
+    "whole, 2n": (f"{DEFAULT_HINT}, limit 2n", 9),
+    "whole, auto": (f"{DEFAULT_HINT}, limit auto", 5),
 }
 
 
@@ -36,15 +45,16 @@ def plot(path: Path) -> None:
 
     picture = Picture(figsize=(9.7, 3.6), facecolor="white")
     time, memory = picture.subplots(1, 2)
-    for method, (label, colour, shape, size) in _STYLES.items():
+    looks = method_looks(label for label, _ in _LABELS.values())
+    for method, (label, size) in _LABELS.items():
         _, options = METHODS[method]
         found = [simulate(table(LINKS[_LINK], delay, split=False), **options) for delay in _DELAYS]  # type: ignore[arg-type]
-        style = {"label": label, "color": colour, "marker": shape, "markersize": size, "linewidth": 1.2}
+        style = {**looks[label], "label": label, "markersize": size, "linewidth": 1.2}
         time.plot(_DELAYS, [1e3 * each.makespan for each in found], **style)
         memory.plot(_DELAYS, [sum(peaks.held for peaks in each.peaks) for each in found], **style)
     undisturbed = 1e3 * simulate(table((), 0.0, split=False), hint="bf", limit="2n").makespan
     bound = [undisturbed + 2 * delay for delay in _DELAYS]
-    time.plot(_DELAYS, bound, label="bound", color=MUTED, linestyle="--", linewidth=1)
+    time.plot(_DELAYS, bound, label="bound", color=MUTED, linestyle="-", linewidth=1)
     _dress(time, "milliseconds a step")
     _dress(memory, "microbatches held, sum over 8 stages")
     handles, labels = time.get_legend_handles_labels()

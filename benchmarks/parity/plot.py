@@ -8,9 +8,12 @@ from typing import Any
 
 from benchmarks.parity.figures import Outcome, differences_of, spread_of
 from benchmarks.parity.settings import METHODS, ONE_PROCESS
-from rrfp.lab.traces.pictures import require_matplotlib, save_picture
+from rrfp.hints.registry import DEFAULT_HINT
+from rrfp.lab.traces.pictures import DARK, MUTED, method_looks, require_matplotlib, save_picture
 
-_COLOURS = ("#2f6db3", "#c8702a", "#4a8f5b", "#8a5aa8", "#b34a5e", "#5b6470")
+#: The methods' names in other pictures.
+_LABELS = {"default": f"{DEFAULT_HINT}, limit 2n", "bf": "bf, limit 2n", "strict 1f1b": "strict 1f1b"}
+_SEEDS = (DARK, MUTED, "#a3abb7")
 #: Stands for no difference on a logarithmic axis.
 _NOTHING = 1e-9
 
@@ -37,7 +40,7 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
 def _draw_losses(axes: Any, model: str, outcomes: Sequence[Outcome]) -> None:
     seeds = list(dict.fromkeys(each.seed for each in outcomes))
     for each in outcomes:
-        colour = _COLOURS[seeds.index(each.seed)]
+        colour = _SEEDS[seeds.index(each.seed)]
         is_reference = each.method == ONE_PROCESS
         style: dict[str, Any] = {"linewidth": 1.2} if is_reference else {"linestyle": "", "marker": "+"}
         label = f"seed {each.seed}" if is_reference else None
@@ -49,14 +52,13 @@ def _draw_losses(axes: Any, model: str, outcomes: Sequence[Outcome]) -> None:
 def _draw_differences(axes: Any, model: str, outcomes: Sequence[Outcome]) -> None:
     references = {each.seed: each for each in outcomes if each.method == ONE_PROCESS}
     numbers = [number for number, _ in outcomes[0].evaluations]
-    free = [name for name, method in METHODS[model].items() if not method.fixes_bits]
-    labelled = set[str]()
+    looks, labelled = method_looks(_LABELS.values()), set[str]()
     for each in outcomes:
-        if each.method in free and each.seed in references:
+        if not METHODS[model][each.method].fixes_bits and each.seed in references:
             values = [max(_NOTHING, one) for one in differences_of(each, references[each.seed])]
-            label = None if each.method in labelled else each.method
-            labelled.add(each.method)
-            axes.plot(numbers, values, "o-", markersize=3, color=_COLOURS[free.index(each.method)], label=label)
+            name = _LABELS[each.method]
+            axes.plot(numbers, values, markersize=3, label=None if name in labelled else name, **looks[name])
+            labelled.add(name)
     if spread := spread_of(outcomes, model):
         axes.plot(numbers, spread, "k--", label="between seeds, one process")
     axes.set_yscale("log")

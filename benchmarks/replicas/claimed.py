@@ -64,8 +64,9 @@ class PooledStep(TimedCluster[Node]):
         self._seconds, self._latency = seconds, latency
         #: By rank, the seconds of its tasks, and the forwards among them.
         self.spent, self.forwards = [0.0] * len(self.nodes), [0] * len(self.nodes)
-        #: Outputs that went to another replica.
+        #: Inputs of microbatches, activations and gradients that went to another replica.
         self.crossed = 0
+        self._homes = homes
 
     def run(self) -> float:
         """How long it takes."""
@@ -93,6 +94,8 @@ class PooledStep(TimedCluster[Node]):
             spent = self._seconds(node.rank, task, self.queue.now)
             self.spent[node.rank] += spent
             self.forwards[node.rank] += task.kind is F
+            if task.kind is F and not node.rank.stage:
+                self.crossed += self._homes[task.microbatch] != node.rank.replica
             self.queue.put(self.queue.now + spent, node.rank, self._complete, spent)
 
     def allow_step(self, nodes: Sequence[Node]) -> None:

@@ -14,8 +14,10 @@ from rrfp.lab.simulation import simulate
 
 #: A forward and a whole backward, in seconds.
 FORWARD_S, BACKWARD_S = 0.010, 0.020
-#: Of the inputs of a microbatch: 8,192 tokens of 8 bytes.
-INPUT_BYTES = 1 << 16
+#: Of the inputs of a microbatch, such as 8,192 tokens of 8 bytes; of an activation, and of a gradient.
+TENSOR_BYTES = 1 << 16
+#: Seconds that every message takes over slow links.
+LATENCY_S = 0.001
 FACTORS = (1.0, 1.5, 2.0, 4.0)
 LIMIT = "2n"
 #: How replicas share: not at all, ``share_replicas="dealt"``, ``share_replicas=True``.
@@ -54,13 +56,17 @@ class Settings:
         layout: of the ranks.
         factors: how much slower the slow rank is, one after the other.
         rounds: measured steps of each method and factor.
-        pace: by how much tasks are longer than `FORWARD_S` and `BACKWARD_S`.
+        pace: by how much tasks are longer than `FORWARD_S` and `BACKWARD_S`, and messages than ``latency``.
+        latency: seconds that a message takes; 0: over the links that there are.
+        methods: of `METHODS`.
     """
 
     layout: Layout
     factors: Sequence[float] = FACTORS
     rounds: int = 8
     pace: float = 1.0
+    latency: float = 0.0
+    methods: Sequence[str] = METHODS
 
     def to_json(self) -> str:
         """For a worker's command line."""

@@ -9,11 +9,13 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.replicas.claimed import PooledStep
-from benchmarks.replicas.settings import FACTORS, LAYOUTS, Layout, seconds_of, table_of
+from benchmarks.replicas.settings import FACTORS, LATENCY_S, LAYOUTS, TENSOR_BYTES, Layout, seconds_of, table_of
 from rrfp.core.usage import Peaks
 from rrfp.costs.table import CostTable
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.lab.generators.jitter import with_jitter
+from rrfp.lab.generators.profiles import make_costs
+from rrfp.lab.simulation import simulate
 from rrfp.model.tasks import F, Task
 from rrfp.runtime.steps.deal import Deal, dealt
 from rrfp.runtime.steps.dealer import FEW, Paces
@@ -23,6 +25,12 @@ from rrfp.trace.breakdown import Breakdown
 #: Of microbatches and tasks: of one size, with messages of a millisecond, with jitter, of different sizes; and a rank
 #: that becomes slow in mid-step, which no step before has shown.
 KINDS = ("J0", "1 ms", "J2", "uneven", "late")
+
+#: Of a cost table.
+_TIMES = ("forward", "backward")
+
+#: Kinds of which every step is as the one before, once paces are known.
+_ALIKE = ("J0", "1 ms", "late")
 
 #: Measured steps; the dealing begins after `FEW` others.
 STEPS = 8
@@ -46,7 +54,8 @@ class Row:
         dropped: the others run all; None where no replica is slow, or two are.
         bound: no way to share microbatches, whole or stage by stage, takes less; of J0 only.
         moved: microbatches that cross replicas in a step that is dealt.
-        crossed: activations that cross replicas for each microbatch of a claimed step; as many gradients do.
+        dealt_bytes: their inputs.
+        claimed_bytes: inputs, activations and gradients that cross replicas in a claimed step.
     """
 
     layout: str
@@ -59,17 +68,19 @@ class Row:
     dropped: float | None
     bound: float | None
     moved: float
-    crossed: float
+    dealt_bytes: float
+    claimed_bytes: float
 
 
-def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS) -> Iterator[Row]:
-    """All layouts and kinds."""
+def rows(layouts: tuple[Layout, ...] = LAYOUTS, steps: int = STEPS, kinds: Sequence[str] = KINDS) -> Iterator[Row]:
+    """All slow ranks of some layouts and kinds."""
     for layout in layouts:
-        for kind in KINDS:
-            equal = mean(_plain(Case(layout, kind, 1.0), step) for step in range(FEW, FEW + steps))
+        for kind in kinds:
+            count = 1 if kind in _ALIKE else steps
+            equal = mean(_plain(Case(layout, kind, 1.0), step) for step in range(FEW, FEW + count))
             for factor in FACTORS:
                 for slow in SLOW_RANKS[: 1 if factor == 1 or kind == "late" else None]:
-                    yield _row(Case(layout, kind, factor, slow), equal, steps)
+                    yield _row(Case(layout, kind, factor, slow), equal, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class Case:
     @property
     def latency(self) -> float:
         """Seconds that a message takes."""
-        return 0.001 if self.kind == "1 ms" else 0.0
+        return LATENCY_S if self.kind == "1 ms" else 0.0
 
     def slow_stage(self, replica: int) -> int | None:
         """The stage whose rank is slow in a replica."""
@@ -140,7 +151,7 @@ def _row(case: Case, equal: float, steps: int) -> Row:
     numbers = range(FEW, FEW + steps)
     found, shared = [*_dealt(case, steps)], [*_claimed(case, steps)]
     has_others = case.factor > 1 and case.slow == 1 and case.kind != "late"
-    microbatches = case.layout.microbatches * case.layout.replicas
+    moved = mean(moved for _, moved in found)
     return Row(
         str(case.layout),
         case.kind,
@@ -151,8 +162,9 @@ def _row(case: Case, equal: float, steps: int) -> Row:
         mean(seconds for seconds, _ in shared) / equal,
         mean(_dropped(case, step) for step in numbers) / equal if has_others else None,
         bound(case) / equal if case.kind == "J0" else None,
-        mean(moved for _, moved in found),
-        mean(crossed for _, crossed in shared) / (2 * microbatches),
+        moved,
+        TENSOR_BYTES * moved,
+        TENSOR_BYTES * mean(crossed for _, crossed in shared),
     )
 
 
@@ -206,7 +218,7 @@ def _dealt(case: Case, steps: int) -> Iterator[tuple[float, int]]:
 
 
 def _claimed(case: Case, steps: int) -> Iterator[tuple[float, int]]:
-    """The time of each measured step, and the outputs that crossed replicas; with paces as a job measures them."""
+    """The time of each measured step, and the tensors that crossed replicas; with paces as a job measures them."""
     layout, paces = case.layout, _paces_of(case.layout)
     copies = range(layout.replicas)
     ranks = [[stage * layout.replicas + copy for copy in copies] for stage in range(layout.stages)]
@@ -225,9 +237,12 @@ def _claimed(case: Case, steps: int) -> Iterator[tuple[float, int]]:
             yield seconds, pooled.crossed
 
 
-def claimed_seconds(case: Case) -> float:
-    """A step that replicas share by claims, once their paces are known."""
-    return mean(seconds for seconds, _ in _claimed(case, 1))
+def seconds_by(method: str, case: Case) -> float:
+    """A step by one of `METHODS`, once paces are known."""
+    if method == "plain":
+        return _plain(case, FEW)
+    found = _dealt(case, 1) if method == "dealt" else _claimed(case, 1)
+    return mean(seconds for seconds, _ in found)
 
 
 def bound(case: Case) -> float:
@@ -244,3 +259,61 @@ def bound(case: Case) -> float:
         for stage in range(layout.stages)
     ]
     return max(sum(each[:stage]) + total * own / speeds[stage] for stage, own in enumerate(each))
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Replicas of which none is slow, over the slowest of those that run their own; means over seeds and two limits.
+
+    Attributes:
+        profile: ``even``, or one of `rrfp.lab.generators.workloads.PROFILES`.
+        jitter: its level.
+        replicas: how many.
+        average: the mean over replicas that run their own.
+        bound: no way to share microbatches takes less.
+        claimed: with ``share_replicas=True``; nobody knows sizes.
+        crossed: activations that cross replicas for each microbatch.
+    """
+
+    profile: str
+    jitter: str
+    replicas: int
+    average: float
+    bound: float
+    claimed: float
+    crossed: float
+
+
+def gains(replicas: Sequence[int] = (2, 4, 8), seeds: int = 2) -> Iterator[Gain]:
+    """What claims gain by it that a step need not wait for the replica that has most to do."""
+    for profile in ("even", "llm", "mllm"):
+        for jitter in ("J0", "J2"):
+            for count in replicas:
+                found = [_gain(profile, jitter, count, seed, n) for seed in range(seeds) for n in (1, 2)]
+                yield Gain(profile, jitter, count, *map(mean, zip(*found, strict=True)))
+
+
+def _gain(profile: str, jitter: str, replicas: int, seed: int, rounds: int) -> tuple[float, float, float, float]:
+    """The figures of a `Gain`, with a limit of so many times the stages."""
+    stages, each = 4, Layout(4, replicas).microbatches
+
+    def table(replica: int) -> CostTable:
+        number = seed * replicas + replica
+        if profile != "even":
+            return make_costs(profile, stages, each, jitter=jitter, seed=number)
+        return with_jitter(table_of(Layout(stages, replicas), [1.0] * each), jitter, seed=number)
+
+    tables = [table(replica) for replica in range(replicas)]
+    limit = rounds * stages
+    alone = [simulate(own, hint="slot-aware-pyramid", limit=limit).makespan for own in tables]
+    forward, backward = (np.concatenate([getattr(own, name) for own in tables], axis=1) for name in _TIMES)
+
+    def seconds(rank: Rank, task: Task, _: float) -> float:
+        return float((forward if task.kind is F else backward)[rank.stage, task.microbatch])
+
+    homes = [replica for replica in range(replicas) for _ in range(each)]
+    pooled = PooledStep(Layout(stages, replicas), homes, seconds, limit=limit)
+    both = forward + backward
+    least = float(max(both[:stage].sum(axis=0).min() + both[stage].sum() / replicas for stage in range(stages)))
+    slowest = max(alone)
+    return mean(alone) / slowest, least / slowest, pooled.run() / slowest, pooled.crossed / (2 * len(homes))

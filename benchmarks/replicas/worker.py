@@ -7,23 +7,52 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.replicas.settings import BACKWARD_S, FORWARD_S, INPUT_BYTES, LIMIT, METHODS, Settings
+from benchmarks.links.delays import Delays, delaying
+from benchmarks.replicas.settings import BACKWARD_S, FORWARD_S, LIMIT, METHODS, TENSOR_BYTES, Layout, Settings
+from rrfp.compute.payload import Payload
+from rrfp.compute.program import Batch
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Kind, Task
+from rrfp.model.tasks import Kind, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
 from rrfp.pipeline.options import Sharing
 
-SHARED: tuple[Sharing, ...] = (False, "dealt", True)
+SHARED: dict[str, Sharing] = dict(zip(METHODS, (False, "dealt", True), strict=True))
 
 #: Steps after a rank has become slower that are not measured: by then the median of its durations is the new one.
 ADAPTS = 5
+
+
+class Noted(EmulatedStage):
+    """Notes the microbatches whose forwards it runs."""
+
+    ran: Sequence[int] = ()
+
+    def open(self, step: StepId, batch: Batch) -> None:
+        super().open(step, batch)
+        self.ran = []
+
+    def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
+        self.ran = [*self.ran, task.microbatch]
+        return super().forward(task, inputs)
+
+
+def crossed_bytes(layout: Layout, ran: Sequence[Sequence[int]]) -> int:
+    """Of inputs, activations and gradients that went to another replica in a claimed step; ``ran`` is by rank."""
+    count = layout.replicas
+    homes = {m: m // layout.microbatches for m in range(layout.microbatches * count)}
+    takers = [{m: copy for copy in range(count) for m in ran[rank + copy]} for rank in range(0, len(ran), count)]
+    inputs, *outputs = [sum(before[m] != here[m] for m in homes) for before, here in pairwise([homes, *takers])]
+    return TENSOR_BYTES * (inputs + 2 * sum(outputs))
 
 
 def run(settings: Settings, stack: ExitStack) -> None:
@@ -36,28 +65,42 @@ def run(settings: Settings, stack: ExitStack) -> None:
         own = FORWARD_S if task.kind is Kind.F else BACKWARD_S
         return settings.pace * own * (factor if is_slow else 1.0)
 
+    slow_links: Any = delaying(Delays(settings.pace * settings.latency))
+    graph = TaskGraph.chain(layout.stages)
+    programs = {name: Noted(graph, seconds, num_bytes=TENSOR_BYTES) for name in settings.methods}
     pipes = {
         name: stack.enter_context(
             Pipeline(
-                EmulatedStage(TaskGraph.chain(layout.stages), seconds, num_bytes=1024),
+                program,
                 topology=place,
                 limit=LIMIT,
-                share_replicas=shared,
+                share_replicas=SHARED[name],
+                transport=slow_links if settings.latency else "auto",
                 name=name,
             ).blocking()
         )
-        for name, shared in zip(METHODS, SHARED, strict=True)
+        for name, program in programs.items()
     }
-    inputs = [torch.zeros(INPUT_BYTES, dtype=torch.uint8) for _ in range(layout.microbatches)]
+    inputs = [torch.zeros(TENSOR_BYTES, dtype=torch.uint8) for _ in range(layout.microbatches)]
     for factor in settings.factors:
         for number in range(-ADAPTS, settings.rounds):
-            for name in METHODS if number % 2 else reversed(METHODS):
+            for name in settings.methods if number % 2 else reversed(settings.methods):
+                if number < 0 and name == "plain":
+                    continue  # it adapts to nothing
                 dist.barrier()
                 batch = inputs if place.stage == 0 else None
                 result = pipes[name].step(batch, microbatches=layout.microbatches)
-                moved = sum(max(0, count - layout.microbatches) for count in (result.dealt if name == "dealt" else ()))
-                if place.rank == 0 and number >= 0:
-                    line = {"method": name, "factor": factor, "seconds": result.seconds, "moved": moved}
+                if number < 0:
+                    continue
+                ran: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(ran, programs[name].ran)
+                crossed = 0
+                if name == "dealt":
+                    crossed = TENSOR_BYTES * sum(max(0, count - layout.microbatches) for count in result.dealt)
+                elif name == "claimed":
+                    crossed = crossed_bytes(layout, ran)
+                if place.rank == 0:
+                    line = {"method": name, "factor": factor, "seconds": result.seconds, "crossed": crossed}
                     print(json.dumps(line), flush=True)
 
 

@@ -29,7 +29,7 @@ class Method:
         return {"hint": self.name, "limit": self.limit} if self.limit else {"strict": self.name}
 
     def __str__(self) -> str:
-        return f"{self.name}, limit {self.limit}" if self.limit else f"{self.name} (strict)"
+        return f"{self.name}, limit {self.limit}" if self.limit else f"strict {self.name}"
 
 
 #: The first one's trace makes the cost file that predicts all.

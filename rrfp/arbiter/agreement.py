@@ -85,9 +85,11 @@ class AgreementArbiter(Arbiter):
             return
         if message.step != step:
             here = "before its first step" if step is None else f"in {step}"
-            raise ProtocolError(
+            error = ProtocolError(
                 f"member {member} of the group says {message.kind} in {message.step}, this rank is {here}"
             )
+            error.is_of_callers = True
+            raise error
         match message:
             case GroupMessage(GroupMessageKind.PROPOSE, _, Task() as task, (number,)) if (
                 self._group.member == 0 and number == self._round

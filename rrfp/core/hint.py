@@ -40,7 +40,15 @@ class View(Protocol):
 
     @property
     def microbatches(self) -> int:
-        """M of the current step."""
+        """M of the current step; where replicas share forwards, of all replicas."""
+
+    @property
+    def forwards_here(self) -> int:
+        """The forwards of the current step that run on this rank, those of all its chunks.
+
+        Where replicas share forwards it begins with all that this rank might run, and falls with each that another one
+        takes.
+        """
 
     @property
     def sizes(self) -> tuple[float, ...] | None:

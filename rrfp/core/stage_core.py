@@ -27,7 +27,7 @@ from rrfp.core.ready_set import ForcedOrder, ReadySet
 from rrfp.core.step import HANDLERS, Instructions, Step
 from rrfp.core.usage import Holding, Peaks, WaitCause
 from rrfp.errors import ConfigError, HintError, ProtocolError, Sender
-from rrfp.memory.admission import Limit, rule_of
+from rrfp.memory.admission import RULES, Limit, rule_of
 from rrfp.memory.measured import MeanDurations, Measured
 from rrfp.memory.rules import MemoryRule, RuleContext
 from rrfp.memory.seen_sizes import SeenSizes
@@ -73,6 +73,11 @@ class StageView:
     def microbatches(self) -> int:
         """M."""
         return self._step.id.microbatches
+
+    @property
+    def forwards_here(self) -> int:
+        """The forwards of this step that run on this rank, as far as it knows."""
+        return self._step.forwards_here
 
     @property
     def sizes(self) -> tuple[float, ...] | None:
@@ -291,7 +296,12 @@ class StageCore:
     def size_correlation(self) -> float | None:
         """How closely times of the current, or last, step here follow the sizes; None: no sizes, or all are equal."""
         step = self._step
-        return None if step is None or step.sizes is None else followed(step.sizes, *step.seconds)
+        if step is None or step.sizes is None:
+            return None
+        if (sharing := step.sharing) is None:
+            return followed(step.sizes, *step.seconds)
+        ran = sharing.whole()
+        return followed(*([each[m] for m in ran] for each in (step.sizes, *step.seconds))) if ran else None
 
     @property
     def byte_room(self) -> float | None:
@@ -300,7 +310,8 @@ class StageCore:
         most = None if step is None else step.admission.most_bytes
         if step is None or most is None or not step.left_bytes or self.graph.placement.chunks_of(self.stage) > 1:
             return None
-        return most * step.id.microbatches / step.left_bytes
+        ran = step.id.microbatches if step.pool is None else step.forwards_here
+        return most * ran / step.left_bytes
 
     def measured(self) -> tuple[Measured, ...]:
         """What the tasks of this stage have shown, by virtual stage. Between steps only."""
@@ -446,11 +457,12 @@ class StageCore:
 
     def _check_pool(self, event: ev.StepOpened) -> None:
         assert event.pool is not None
-        is_plain = self.graph.is_chain and len(self.graph.placement.virtual_stages(self.stage)) == 1
-        if not is_plain or self.in_order or self.group.size > 1 or self.limit.bytes is not None:
+        is_chain = self.graph.is_chain and max(map(len, self.graph.predecessors)) <= 1
+        drains = RULES[self.limit.rule].drains_in_order and self.graph.placement.chunks_of(self.stage) > 1
+        if not is_chain or drains or self.in_order or self.group.size > 1:
             raise ConfigError(
-                "pool is given, must be None but for chains of one chunk a stage, without a forced order, groups and "
-                "limits on bytes"
+                "pool is given, must be None but for chains without skip edges, a forced order, groups, and limits "
+                "under the paper's rule for several chunks"
             )
         if event.mode is not Mode.TRAIN or len(event.pool.homes) != event.microbatches:
             raise ConfigError(f"pool is of {len(event.pool.homes)} microbatches, must be of {event.microbatches}")
@@ -521,7 +533,9 @@ def misplaced(event: FromRank, graph: TaskGraph, stage: int, step: Step | None) 
     sent, sender = event.step, _described(sender_of(event, graph))
     if step is not None and sent.number == step.id.number and not step.finished:
         where = f"{sender} is in {sent}, stage {stage} in {step.id}"
-        return ProtocolError(f"stages disagree on the step: {where}; all ranks must make the same calls in order")
+        error = ProtocolError(f"stages disagree on the step: {where}; all ranks must make the same calls in order")
+        error.is_of_callers = True
+        return error
     here = "before its first step"
     if step is not None:
         here = f"in step {step.id.number}" + (" (ended)" if step.finished else "")

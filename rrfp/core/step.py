@@ -217,6 +217,8 @@ class Step:
         )
         #: Tasks not complete, by virtual stage.
         self.unfinished = {v: len(graph.kinds(v, mode)) * len(visits.visitors(v)) for v in virtual_stages}
+        #: Its forwards; where replicas share them, less those that other copies run.
+        self.forwards_here = sum(len(visits.visitors(v)) for v in virtual_stages)
         #: Tasks of this stage in the step, and how many were enqueued.
         self.num_tasks = sum(self.unfinished.values())
         self.num_enqueued = 0
@@ -234,8 +236,8 @@ class Step:
         #: Where replicas share forwards.
         self.sharing: Sharing | None = None
         self.pool = opened.pool
+        self._graph = graph
         self._stage = stage
-        self._distance = graph.distance_to_sink(stage)
         self._is_training = mode is Mode.TRAIN
         self._follows = group.follows
         self._leads = group.num_followers > 0
@@ -270,10 +272,9 @@ class Step:
         unvisited = [v for v, count in self.unfinished.items() if not count] if self._is_training else []
         instructions: list[ev.Instruction] = [*map(ev.ReduceChunk, unvisited)]
         if self._previews:
-            instructions += map(ev.Preview, self.outputs.fed_by_caller())
+            instructions += [ev.Preview(task) for task in self.outputs.fed_by_caller() if self._is_given(task)]
         if self.pool is not None:
-            (virtual_stage,) = self.unfinished
-            self.sharing = Sharing(self.pool, virtual_stage, self.ready.positions, self._distance, self.sizes)
+            self.sharing = Sharing(self.pool, self._graph, self._stage, self.ready.positions, self.sizes)
             instructions += self._claimed()
         return self._and_finish(instructions)
 
@@ -340,7 +341,7 @@ class Step:
             return (*instructions, *self.pauses.begun_reports(task, state))
         if self.sharing is not None:
             if state.takes_slot:
-                self.sharing.claims.begin()
+                self.sharing.begin(task)
             return (*instructions, *self._claimed())
         return instructions
 
@@ -406,7 +407,10 @@ class Step:
     def _on_send_released(self, event: ev.SendReleased) -> Instructions:
         self.outputs.release_send(event.task, event.peer)
         is_used = self.states.of(event.task).refs.left[event.task.microbatch]
-        return self._and_finish([] if is_used else [self._release(event.task)])
+        instructions = [] if is_used else [self._release(event.task)]
+        if self._previews and self.sharing is not None:  # there is room for more
+            instructions += self._claimed()
+        return self._and_finish(instructions)
 
     def _release(self, producer: Task) -> ev.Instruction:
         self._bytes.drop(producer)
@@ -428,6 +432,10 @@ class Step:
 
     # Replicas share forwards.
 
+    def _is_given(self, forward: Task) -> bool:
+        """Whether what ``forward`` reads of its caller is here when the step begins."""
+        return self.pool is None or self.pool.homes[forward.microbatch] == self.pool.copy
+
     def _claimed(self) -> Iterator[ev.Instruction]:
         """What this rank claims now."""
         assert self.sharing is not None
@@ -445,38 +453,39 @@ class Step:
         if not sharing.claim(event):
             return ()
         grant = ev.Grant(event.task, event.copy)
-        if self.states.knows(event.task):  # one of the first stage, of which this rank is a copy
-            return (grant, ev.Give(event.task, event.copy), *self._run_elsewhere(event))
         kind, m, virtual_stage = event.task
+        if not virtual_stage:  # this rank is a copy of its stage
+            return (grant, ev.Give(event.task, event.copy), *self._run_elsewhere(sharing, event))
         peer = self.states.own[kind][virtual_stage - 1].wiring(m).peers[0]
         return ev.Send(Task(kind, m, virtual_stage - 1), peer, copy=event.copy), grant
 
     def _on_granted(self, event: ev.Granted) -> Instructions:
         sharing, task = self._shares(event), event.task
-        if not self.states.knows(task) or task.kind is not F:
+        if task.kind is not F or (claims := sharing.claims.get(task.virtual_stage)) is None:
             raise ProtocolError(f"{task} was granted, which is no forward of stage {self._stage} in {self.id}")
         if event.copy != sharing.pool.copy:
             is_home = task.virtual_stage > 0 and sharing.pool.homes[task.microbatch] == sharing.pool.copy
             gives = (ev.Give(task, event.copy),) if is_home else ()
-            return (*gives, *self._run_elsewhere(event))
-        sharing.claims.receive(task.microbatch)
+            return (*gives, *self._run_elsewhere(sharing, event))
+        claims.receive(task.microbatch)
         self.readiness.grant(self.states.of(task), task.microbatch)
-        return ()
+        return (ev.Preview(task),) if self._previews else ()
 
-    def _run_elsewhere(self, event: ev.Claimed | ev.Granted) -> Instructions:
-        """Another copy runs all tasks of the microbatch of ``event``."""
-        assert self.sharing is not None
-        _, m, virtual_stage = event.task
-        self.sharing.claims.grant(m, event.copy)
-        kinds = [state for states in self.states.own.values() if (state := states.get(virtual_stage)) is not None]
-        for state in kinds:
-            state.is_available[m] = True
-        self.num_tasks -= len(kinds)
-        self.unfinished[virtual_stage] -= len(kinds)
-        instructions = [*self._claimed()]
-        if not self.unfinished[virtual_stage]:
-            instructions.append(ev.ReduceChunk(virtual_stage))
-        return self._and_finish(instructions)
+    def _run_elsewhere(self, sharing: Sharing, event: ev.Claimed | ev.Granted) -> Instructions:
+        """Another copy runs the forward of ``event``, and all that is claimed with it."""
+        _, m, first = event.task
+        sharing.claims[first].grant(m, event.copy)
+        done = list[ev.Instruction]()
+        for v in sharing.claimed_with(first):
+            kinds = [state for states in self.states.own.values() if (state := states.get(v)) is not None]
+            for state in kinds:
+                state.is_available[m] = True
+            self.forwards_here -= 1
+            self.num_tasks -= len(kinds)
+            self.unfinished[v] -= len(kinds)
+            if not self.unfinished[v]:
+                done.append(ev.ReduceChunk(v))
+        return self._and_finish([*self._claimed(), *done])
 
     def _shares(self, event: ev.Offered | ev.Claimed | ev.Granted) -> Sharing:
         m = event.task.microbatch

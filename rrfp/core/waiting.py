@@ -107,7 +107,7 @@ def _waiting(core: StageCore, step: Step, task: Task, ordered: frozenset[Task]) 
     unreported = step.group.unreported(task)
     unmeasured: tuple[tuple[int, Task], ...] = ()
     cause = None
-    if absent or (step.sharing is not None and task.kind is F and not step.sharing.claims.is_own(task.microbatch)):
+    if absent or (step.sharing is not None and not step.sharing.of(task.virtual_stage).is_own(task.microbatch)):
         cause = WaitCause.INPUT
     elif unreported or (core.group.follows and task not in ordered):
         cause = WaitCause.ORDER
@@ -127,7 +127,7 @@ def _unmeasured(core: StageCore, step: Step) -> Iterator[tuple[int, Task]]:
 def _reason(core: StageCore, topology: Topology, entry: Waiting) -> str:
     match entry.cause:
         case WaitCause.INPUT if core.step is not None and (sharing := core.step.sharing) is not None:
-            return _shared_debt(core, topology, entry.task, sharing)
+            return _shared_debt(core, topology, entry, sharing)
         case WaitCause.INPUT:
             return ", ".join(_debt(core, topology, entry.task, producer) for producer in entry.absent)
         case WaitCause.ORDER if core.group.follows:
@@ -158,18 +158,23 @@ def _debt(core: StageCore, topology: Topology, task: Task, producer: Task) -> st
     return f"{core.graph.text_of(producer)} owed by {_owner(topology, core.graph.stage_of[producer.virtual_stage])}"
 
 
-def _shared_debt(core: StageCore, topology: Topology, task: Task, sharing: Sharing) -> str:
-    """Who owes the input of ``task`` where replicas share forwards."""
-    m, claims = task.microbatch, sharing.claims
-    if task.kind is F:
-        stage, holder = max(0, core.stage - 1), claims.holders[m]
+def _shared_debt(core: StageCore, topology: Topology, entry: Waiting, sharing: Sharing) -> str:
+    """Who owes the inputs of a task where replicas share forwards."""
+    kind, m, virtual_stage = entry.task
+    claims, stage_of = sharing.of(virtual_stage), core.graph.stage_of
+    if kind is F and virtual_stage in sharing.claims:
+        stage, holder = stage_of[max(0, virtual_stage - 1)], claims.holders[m]
         if holder < 0:
             return f"offered by no copy of stage {stage}"
         what = "claimed from" if claims.is_asked(m) else "given by" if claims.is_own(m) else "not claimed from"
         return f"{what} {topology.name_of(topology.rank_of(stage, holder))}"
     if not claims.is_own(m):
         return "its forward runs here, or on another copy"
-    return f"{core.graph.text_of(Task(task.kind, m, task.virtual_stage + 1))} owed by a copy of stage {core.stage + 1}"
+    owners = [(task, stage_of[task.virtual_stage]) for task in entry.absent]
+    return ", ".join(
+        f"{core.graph.text_of(task)} owed by {'this rank' if stage == core.stage else f'a copy of stage {stage}'}"
+        for task, stage in owners
+    )
 
 
 def _unclaimed(core: StageCore) -> Iterator[str]:

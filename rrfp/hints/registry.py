@@ -141,6 +141,21 @@ def check_order(spec: HintSpec, order: MicrobatchOrder) -> None:
         )
 
 
+def check_shared(spec: HintSpec, *, by_claims: bool) -> None:
+    """Raise a ConfigError for a hint that cannot order what replicas share, ``by_claims`` or dealt out."""
+    hint, name = create_hint(spec), repr(spec) if isinstance(spec, str) else name_of(spec)
+    if isinstance(hint, ScheduleHint) and not isinstance(spec, str):
+        raise ConfigError(
+            f"hint is {name}, the schedule of a certain step: must be another hint, such as {DEFAULT_HINT}, or the "
+            f"name of a schedule ({', '.join(schedule_names())}) with share_replicas, which changes what a replica runs"
+        )
+    if by_claims and hint.may_wait:
+        raise ConfigError(
+            f"hint is {name}, which may wait for a task (may_wait): must never do so with share_replicas=True, as "
+            "another replica may run that task; 'dealt' takes any"
+        )
+
+
 def create_strict(spec: ScheduleSpec) -> Hint:
     """A hint that runs the schedule ``spec`` to the letter."""
     if isinstance(spec, str) and spec not in schedule_names():

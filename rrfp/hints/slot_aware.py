@@ -56,8 +56,6 @@ class SlotAware(EncoderAware):
         self._is_counted = True
         #: The fewest weight tasks that may wait on a full stage, as in ZB-H1.
         self._least_deferred = 0
-        #: The number of forwards of the step: after the last one, no slot is needed.
-        self._forwards = 0
         self._split_chunks: tuple[int, ...] = ()
         #: The number of stages that receive each forward's output; 0 with several chunks, which rule 2 does not cover.
         self._receivers = 0
@@ -71,7 +69,6 @@ class SlotAware(EncoderAware):
         chunks, distance = len(here), graph.distance_to_sink(view.stage)
         visits = view.visits
         self._depth = distance * chunks
-        self._forwards = sum(len(visits.visitors(v)) for v in here)
         self._is_counted = graph.is_chain and not visits.are_partial
         self._full = view.full_at if self._is_counted else None
         self._least_deferred = (view.placement.stages - distance) * chunks
@@ -88,7 +85,8 @@ class SlotAware(EncoderAware):
     def awaits(self, task: Task, view: View) -> bool:
         """Rule 4: whether a forward would go first, were its input here."""
         started = view.num_enqueued(F)
-        if not self._is_tight or self._forwards <= self._depth or view.held == view.slots or started == self._forwards:
+        forwards = view.forwards_here
+        if not self._is_tight or forwards <= self._depth or view.held == view.slots or started == forwards:
             return False
         return view.last_kind is B or started - view.num_enqueued(B) < self._depth
 
@@ -103,7 +101,8 @@ class SlotAware(EncoderAware):
 
     def _wants_slots(self, ready: ReadySet, view: View) -> bool:
         """Whether a free slot is better than a backward: rules 1 and 2."""
-        if view.num_enqueued(F) == self._forwards or not self._is_full(ready, view):
+        # After the last forward no slot is needed.
+        if view.num_enqueued(F) == view.forwards_here or not self._is_full(ready, view):
             return False
         waiting = sum(view.num_enqueued(B, c) - view.num_enqueued(W, c) for c in self._split_chunks)
         if waiting > max(self._least_deferred, _slots(view) - self._depth):

@@ -67,6 +67,7 @@ class ByteLimit:
         self._sizes = sizes
         #: Microbatches that hold a slot, by chunk.
         self._holders: list[set[int]] = [set() for _ in visitors]
+        self._chunks = range(len(visitors))
         #: The ranks that have not reported the bytes of a forward in flight.
         self._unreported: dict[Owner, int] = {}
         #: Forwards in flight whose signature no earlier one had.
@@ -95,14 +96,18 @@ class ByteLimit:
         """The forward of ``owner`` starts before its inputs are here: no other has its ``signature``."""
         self._previews.setdefault(owner, KnownSizes(self._size(owner), None, signature))
 
+    def has_room(self, owner: Owner, claimed: Collection[Owner]) -> bool:
+        """Whether the forward of ``owner`` may be claimed beside those ``claimed``, which have not begun."""
+        return (not claimed and self.must_go_on(*owner)) or self._fits(owner, claimed)
+
     def fits(self, chunk: int, microbatch: int, *, is_lowest: bool) -> bool:
         """Whether a forward of ``chunk`` leaves room for those that must follow it; see `rrfp.memory.rules`."""
-        chunks = range(len(self._holders))
-        needed = self._expected((chunk, microbatch)) + sum(map(self._expected_in_flight, self._unreported))
-        needed += sum(max(0, self._room(deeper) - self._held_on(deeper)) for deeper in chunks[chunk + 1 :])
-        if not is_lowest:
-            needed += sum(map(self._room, chunks))
-        return self._held.worst + self._growth_to_come((chunk, microbatch)) + needed <= self._most
+        return self._fits((chunk, microbatch), kept_free=0 if is_lowest else sum(map(self._room, self._chunks)))
+
+    def _fits(self, starting: Owner, claimed: Collection[Owner] = (), kept_free: int = 0) -> bool:
+        needed = sum(map(self._expected, (starting, *claimed))) + sum(map(self._expected_in_flight, self._unreported))
+        needed += sum(max(0, self._room(deeper) - self._held_on(deeper)) for deeper in self._chunks[starting[0] + 1 :])
+        return self._held.worst + self._growth_to_come(starting, claimed) + needed + kept_free <= self._most
 
     def fits_backward(self, owner: Owner) -> bool:
         """Whether what the backward of ``owner`` adds fits, once the tasks in flight have completed."""
@@ -157,11 +162,11 @@ class ByteLimit:
         """Those forwards."""
         return frozenset(self._measured)
 
-    def _growth_to_come(self, starting: Owner) -> int:
+    def _growth_to_come(self, starting: Owner, claimed: Collection[Owner] = ()) -> int:
         """What backwards are expected to add, where the forward of ``starting`` starts; see the module's docstring."""
         if not self.defers_backwards:
             return self._growth_of_all()
-        forwarded = {starting, *self._unreported, *self._before_backward}
+        forwarded = {starting, *claimed, *self._unreported, *self._before_backward}
         left_over = sum(self._seen.left_over(chunk) for chunk, _ in forwarded)
         to_come = [self._growth(chunk, self._room(chunk)) for chunk in range(starting[0] + 1, len(self._holders))]
         largest = max([*to_come, *map(self._growth_of, forwarded - self._growing)], default=0)

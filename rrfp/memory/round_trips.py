@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Final
 
@@ -70,7 +71,8 @@ class Pace:
             for peer, seconds in (measure.round_trips or {}).items():
                 edge = (min(stage, peer), max(stage, peer))
                 trips[edge] = max(seconds, trips.get(edge, 0.0))
-        return cls(fmean(stage.period for stage in stages), fmean(stage.spread for stage in stages), trips)
+        ran = [stage for stage in stages if stage.period] or stages  # where replicas share forwards, not every rank
+        return cls(fmean(stage.period for stage in ran), fmean(stage.spread for stage in ran), trips)
 
     @classmethod
     def over(cls, steps: Sequence[Pace], choose: Callable[[Sequence[float]], float]) -> Pace:
@@ -94,9 +96,13 @@ class Pace:
 
 
 class RoundTripRule:
-    """How many microbatches each stage of ``graph`` needs; a ConfigError where no rule is known."""
+    """How many microbatches each stage of ``graph`` needs; a ConfigError where no rule is known.
 
-    def __init__(self, graph: TaskGraph) -> None:
+    ``claims``: replicas share forwards by claims. Then an output is offered and claimed before it travels, so a link
+    counts twice, and a slot is taken from the claim on, so the link before a stage counts too.
+    """
+
+    def __init__(self, graph: TaskGraph, *, claims: bool = False) -> None:
         placement = graph.placement
         chunks = {placement.chunks_of(stage) for stage in range(placement.stages)}
         if chunks != {1} and (not graph.is_chain or len(chunks) > 1):
@@ -105,22 +111,45 @@ class RoundTripRule:
                 "'2n' (the default), a number or an rrfp.Limit: its rule is known for one virtual stage on each stage, "
                 "and for chains with as many on each"
             )
+        if claims and chunks != {1}:
+            raise ConfigError(
+                f"limit is 'auto' with {max(chunks)} chunks a stage, must be 'n', '2n' (the default), a number or an "
+                "rrfp.Limit with share_replicas=True, which 'auto' goes with for one chunk a stage"
+            )
         self._graph = graph
+        self.claims = claims
         stages = range(placement.stages)
         #: K where nothing is slow: that of 1F1B; N where the chunks of a stage share its slots.
         self.base = tuple([graph.distance_to_sink(s) if chunks == {1} else placement.stages for s in stages])
 
     def limits(self, pace: Pace) -> tuple[int, ...]:
         """K by stage."""
-        graph, stage_of = self._graph, self._graph.stage_of
+        graph, stage_of, crossings = self._graph, self._graph.stage_of, 2 if self.claims else 1
         slots = [0] * len(stage_of)
         for v in reversed(range(len(slots))):
             for w in graph.successors[v]:
                 edge = (min(stage_of[v], stage_of[w]), max(stage_of[v], stage_of[w]))
-                slots[v] = max(slots[v], slots[w] + math.ceil(pace.periods(edge)))
-        first = [graph.placement.virtual_stages(stage)[0] for stage in range(graph.placement.stages)]
-        on_their_way = [base + slots[v] for base, v in zip(self.base, first, strict=True)]
+                slots[v] = max(slots[v], slots[w] + math.ceil(crossings * pace.periods(edge)))
+        stages = range(graph.placement.stages)
+        first = [graph.placement.virtual_stages(stage)[0] for stage in stages]
+        waits = self._claim_waits(pace) if self.claims else [0] * len(first)
+        on_their_way = [self.base[s] + slots[first[s]] + waits[s] for s in stages]
         return tuple([k + math.floor(SPREAD_SLOTS * pace.spread * math.sqrt(k)) for k in on_their_way])
+
+    def claimed_ahead(self, pace: Pace) -> tuple[int, ...]:
+        """How many forwards each stage has to claim before it begins them: one, and one a period until the answer."""
+        waits = self._claim_waits(pace)
+        first = self._graph.stage_of[0]  # it claims from its own copies: the links to them may be as slow as any
+        return tuple([1 + (max(waits) if stage == first else wait) for stage, wait in enumerate(waits)])
+
+    def _claim_waits(self, pace: Pace) -> list[int]:
+        """By stage, how many periods a claim and its answer take; of the first those of its own microbatches."""
+        stage_of = self._graph.stage_of
+        edges = [(min(pair), max(pair)) for pair in pairwise(stage_of)]
+        waits = [0] * self._graph.placement.stages
+        for edge, stage in zip(edges, stage_of[1:], strict=True):
+            waits[stage] = math.ceil(pace.periods(edge))
+        return waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +173,12 @@ class FollowedLimits:
     most that this rank wants to hold; other ranks need not know it.
     """
 
-    def __init__(self, graph: TaskGraph, most: int | None = None) -> None:
-        self._rule = RoundTripRule(graph)
+    def __init__(self, graph: TaskGraph, most: int | None = None, *, claims: bool = False) -> None:
+        self._rule = RoundTripRule(graph, claims=claims)
         self._most = most
-        #: K by stage.
+        #: K by stage; and how many forwards each claims before it begins them.
         self.now = self._rule.base
+        self.claimed_ahead = (1,) * len(self.now)
         self._steps = deque[Pace](maxlen=STEPS)
 
     def own(self, stage: int) -> int:
@@ -161,6 +191,8 @@ class FollowedLimits:
         usual = Pace.over(self._steps, median)
         least, most = self._rule.limits(usual), self._rule.limits(Pace.over(self._steps, max))
         before, self.now = self.now, tuple(map(_moved, self.now, least, most))
+        if self._rule.claims:
+            self.claimed_ahead = self._rule.claimed_ahead(usual)
         return None if self.now == before else LimitChange(before, self.now, usual)
 
 

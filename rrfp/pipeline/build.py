@@ -103,24 +103,6 @@ def check_sharing(topology: Topology, *, has_parts: bool) -> None:
         raise ConfigError("share_replicas is set, must be False for a graph of parts, whose batches it cannot deal yet")
 
 
-def check_claims(options: Options, graph: TaskGraph, method: DispatchMethod) -> None:
-    """Raise a ConfigError where replicas cannot share forwards."""
-    chunks = max(map(graph.placement.chunks_of, range(graph.placement.stages)))
-    if chunks > 1:
-        raise ConfigError(f"chunks is {chunks}, must be 1 with share_replicas=True; 'dealt' takes any number")
-    stages = list(range(graph.placement.stages))
-    if (placed := [graph.placement.stage_of(v) for v in stages]) != stages:
-        raise ConfigError(f"placement is {placed}, must be {stages} with share_replicas=True; 'dealt' takes any")
-    if options.order == "natural":
-        raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: any idle copy takes the next")
-    if method.strict is not None:
-        raise ConfigError(
-            f"strict is {method.strict!r}, must be None with share_replicas=True: no order is known before"
-        )
-    if (wrong := method.unfit_for_claims) is not None:
-        raise ConfigError(f"limit {wrong}, must count microbatches and not change with share_replicas=True")
-
-
 def announce(
     options: Options, method: DispatchMethod, graph: TaskGraph, topology: Topology, device: Device | None
 ) -> None:
@@ -223,7 +205,7 @@ class RankBuilder:
         if options.share_replicas:
             check_sharing(topologies[0], has_parts=partition.model is not None)
         if options.share_replicas is True:
-            check_claims(options, partition.graph, self._method)
+            self._method.check_claims(partition.graph)
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
         check_initialised(modules, partition.text_of)
@@ -392,7 +374,7 @@ class RankBuilder:
                 None if rank.reducer is None else rank.reducer.reduce,
                 rank.ties,
                 handshake.agreement,
-                self._method.followed_limits(graph),
+                self._method.followed_limits(graph, claims=shares is Shares.FORWARDS),
                 options.event_log,
                 seeds,
                 shares is Shares.FORWARDS,

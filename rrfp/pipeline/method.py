@@ -11,7 +11,7 @@ from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, default_hint
 from rrfp.log import get_logger
-from rrfp.memory.admission import AUTO, LIMIT_PRESETS, Limit
+from rrfp.memory.admission import AUTO, DEFAULT_RULE, LIMIT_PRESETS, RULES, Limit
 from rrfp.memory.round_trips import FollowedLimits, RoundTripRule
 from rrfp.model.graph import TaskGraph
 from rrfp.model.topology import Topology
@@ -80,10 +80,10 @@ class DispatchMethod:
             )
         return limit
 
-    def followed_limits(self, graph: TaskGraph) -> FollowedLimits | None:
+    def followed_limits(self, graph: TaskGraph, *, claims: bool = False) -> FollowedLimits | None:
         """The limits that ranks of a pipeline over ``graph`` agree on between steps; None where they never change."""
         limit = self._auto()
-        return None if limit is None else FollowedLimits(graph, limit.microbatches)
+        return None if limit is None else FollowedLimits(graph, limit.microbatches, claims=claims)
 
     def _auto(self) -> Limit | None:
         """The limit, if it follows round trips."""
@@ -92,13 +92,21 @@ class DispatchMethod:
         limit = Limit.resolve(self._limit, 0, 1)
         return limit if limit.auto else None
 
-    @property
-    def unfit_for_claims(self) -> str | None:
-        """What keeps replicas from sharing forwards under the limit, if anything does."""
+    def check_claims(self, graph: TaskGraph) -> None:
+        """Raise a ConfigError where replicas cannot share the forwards of ``graph`` by claims."""
+        if self.strict is not None:
+            raise ConfigError(
+                f"strict is {self.strict!r}, must be None with share_replicas=True: no order is known before"
+            )
         limit = Limit.resolve(self._limit, 0, 1)
         if limit.auto:
-            return "is 'auto'"
-        return None if limit.bytes is None else f"has bytes {limit.bytes}"
+            RoundTripRule(graph, claims=True)  # refuses what it knows nothing of
+        # A full stage serves its lowest microbatch alone, which another copy may run.
+        if RULES[limit.rule].drains_in_order and graph.placement.num_virtual_stages > graph.placement.stages:
+            raise ConfigError(
+                f"limit has rule {limit.rule!r}, must have {DEFAULT_RULE!r} for several chunks a stage with "
+                "share_replicas=True"
+            )
 
     def check(self, graph: TaskGraph, topologies: Sequence[Topology] = ()) -> None:
         """Raise a ConfigError where a schedule, or the limit, does not fit the graph and the ranks."""

@@ -21,7 +21,7 @@ from rrfp.compute.split.backward import Unsplittable
 from rrfp.core.ready_set import MicrobatchOrder
 from rrfp.devices.base import Device
 from rrfp.errors import ConfigError, Faults, misspelt, nearest_to
-from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
+from rrfp.hints.registry import HintSpec, check_order, check_shared, create_hint, create_strict
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
 from rrfp.runtime.context import Coordination
@@ -429,6 +429,10 @@ def _check_sharing(options: Options) -> None:
         raise ConfigError("deterministic is True, must be False with share_replicas: durations decide who runs what")
     if options.replay is not None:
         raise ConfigError("replay is set, must be None with share_replicas: a logged step has other microbatches")
+    if options.share_replicas is True and options.order == "natural":
+        raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: any idle copy takes the next")
+    if options.hint is not None:
+        check_shared(options.hint, by_claims=options.share_replicas is True)
 
 
 def _check_patience(options: Options) -> None:

@@ -66,7 +66,8 @@ def failure_of(error: BaseException, topology: Topology, task: str | None = None
     if isinstance(error, PeerLostError):
         # It began elsewhere: the frames in which this rank noticed it would bury the line that names the peer.
         return Failure(_origin(topology, error.peer, None, f"{type(error).__name__}: {error.reason}"))
-    return Failure(_origin(topology, topology.rank, task, describe(error)), error)
+    of_callers = isinstance(error, ProtocolError) and error.is_of_callers
+    return Failure(_origin(topology, topology.rank, task, describe(error)), None if of_callers else error)
 
 
 class AbortScope:

@@ -178,7 +178,8 @@ class CoreDriver:
                 self._agreement.open_step(step)
             limit = None
             if self.follower is not None:
-                self.follower.open(step)
+                own = self._context.topology.replica
+                self.follower.open(plan.given(own) if plan.homes else step.microbatches)
                 limit = self.follower.microbatches
             opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit, byte_room)
             self.arbiter.kick()

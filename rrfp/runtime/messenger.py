@@ -267,7 +267,7 @@ class Messenger:
         if self._topology.world == self._topology.stages:
             return error
         named = ProtocolError(f"{error} (reported by {self._topology.name_of(sender)})")
-        named.__cause__ = error
+        named.__cause__, named.is_of_callers = error, error.is_of_callers
         return named
 
     async def _post(self, peer: int, message: Message) -> None:

@@ -70,7 +70,7 @@ class StageRunner:
         if (seeds := settings.replica_seeds) is not None:
             parts = program, seeds, self._all_gather, driver.messenger, driver.executor
             if settings.claims:
-                self._sharer = ForwardSharer(context, core, driver.on_event, *parts)
+                self._sharer = ForwardSharer(context, core, driver.on_event, driver.follower, *parts)
                 driver.add_performers(self._sharer.performers)
                 self._reporter.observe = self._sharer.observe
             else:

@@ -119,7 +119,7 @@ def test_callbacks_reports_the_time_of_loop_and_lanes() -> None:
 def test_trace_to_costs_predicts_every_method_in_both_workloads() -> None:
     document = quick("trace_to_costs")
 
-    methods = ["bf, limit 2n", "bf, limit 1f1b", "b-priority, limit n", "1f1b (strict)", "gpipe (strict)"]
+    methods = ["bf, limit 2n", "bf, limit 1f1b", "b-priority, limit n", "strict 1f1b", "strict gpipe"]
     shown = [(figures["workload"], figures["method"]) for figures in document["figures"]]
     assert shown == [(workload, method) for workload in ("paced", "cpu") for method in methods]
     for figures in document["figures"]:

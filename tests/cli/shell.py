@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from rrfp.cli import app
+from rrfp.commands.app import app
 
 
 def rrfp(*arguments: str | Path) -> Result:

@@ -12,7 +12,7 @@ import pytest
 from cli.shell import rrfp
 from typer.testing import CliRunner
 
-from rrfp.cli import app
+from rrfp.commands.app import app
 from rrfp.costs import make_costs, write_costs
 
 

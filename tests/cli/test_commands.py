@@ -85,7 +85,7 @@ def test_light_commands_do_not_import_torch() -> None:
     code = """
 import sys
 from typer.testing import CliRunner
-from rrfp.cli import app
+from rrfp.commands.app import app
 for arguments in (["--help"], ["hints"], ["simulate", "--help"], ["sweep", "--help"]):
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert "torch" not in sys.modules, arguments
@@ -97,6 +97,36 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m rrfp.cli hints --json | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)
     assert result.stderr == ""
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from rrfp.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("typer", ("hints",)),
+        ("rrfp.commands.doctor", ("hints",)),
+        ("numpy", ("sweep", "--profile", "llm")),
+        ("torch", ("doctor",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_ctrl_c_while_modules_are_imported_is_a_line(module: str, command: tuple[str, ...]) -> None:
+    call = [sys.executable, "-c", INTERRUPTED.format(module=module), *command]
+    result = subprocess.run(call, capture_output=True, text=True, timeout=50, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "rrfp: interrupted\n")
 
 
 def test_hints_are_listed_with_origin() -> None:

@@ -11,7 +11,7 @@ import pytest
 import typer
 from cli.shell import rrfp
 
-from rrfp.cli import app
+from rrfp.commands.app import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

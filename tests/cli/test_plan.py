@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +109,43 @@ def test_bad_usage_is_one_line(trace: Path, arguments: tuple[str, ...], message:
     result = rrfp("plan", trace, *arguments)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert message in result.stderr
+
+
+def test_ctrl_c_before_anything_was_found_says_so(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "trace.json")
+    command = [sys.executable, "-m", "rrfp", "plan", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with path.open("w"):  # opens once the command reads
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=50)
+    assert (process.returncode, out, errors) == (130, "", "no plan was found yet\nrrfp: interrupted\n")
+
+
+def test_ctrl_c_in_the_search_writes_the_best_so_far(tmp_path: Path) -> None:
+    steps = [make_costs("mllm", 8, 64, step=step) for step in range(7)]
+    traces = [simulate(table, hint="bf", limit="1f1b").result.trace(number) for number, table in enumerate(steps)]
+    write_chrome(tmp_path / "trace.json", traces)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "rrfp", "plan", str(tmp_path / "trace.json"), "--out", str(tmp_path / "plan.json")]
+    command += ["--hint", "bf", "--limit", "1f1b", "--microbatches", "64,1024,2048,4096", "--tasks", "100000000"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment)
+    os.close(theirs)
+    shown, is_sent = "", False
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while text := os.read(ours, 1 << 16).decode(errors="replace"):
+            shown += text
+            if not is_sent and any(int(count) >= 20 for count in re.findall(r"(\d+)/\?", shown)):
+                process.send_signal(signal.SIGINT)
+                is_sent = True
+    os.close(ours)
+    out, _ = process.communicate(timeout=50)
+    assert process.returncode == 130
+    assert shown.rstrip().endswith("rrfp: interrupted")
+    assert "Traceback" not in shown
+    assert "Tried, until Ctrl-C:" in out
+    assert out.endswith(f"\nwrote plan 1 to {tmp_path / 'plan.json'}\n")
+    assert json.loads((tmp_path / "plan.json").read_text())["is_interrupted"]
+    assert Plan.read(tmp_path / "plan.json").stages == 8

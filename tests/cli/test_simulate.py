@@ -88,7 +88,7 @@ def test_limit_n_is_n_on_every_stage(costs: Path) -> None:
 def test_table_shows_every_stage(costs: Path) -> None:
     result = rrfp("simulate", "--costs", costs, "--strict", "1f1b")
     assert result.exit_code == 0
-    for text in ("1f1b (strict): 3 stages, 8 microbatches", "received peak", "makespan", "lower bound", "ratio"):
+    for text in ("strict 1f1b: 3 stages, 8 microbatches", "received peak", "makespan", "lower bound", "ratio"):
         assert text in result.stdout
 
 

@@ -57,7 +57,7 @@ def test_sweep_shows_both_rows_where_a_hint_lacks_sizes(plain: Path) -> None:
         f"{PYRAMID}, limit 1f1b, no sizes",
         f"{PYRAMID}, limit 1f1b, planned sizes",
         "bf, limit 1f1b",
-        "1f1b (strict)",
+        "strict 1f1b",
     ]
     without, planned = list(rows.values())[:2]
     assert float(without[0]) == pytest.approx(makespan(WITHIN), rel=1e-3)

@@ -91,7 +91,7 @@ def test_json_of_several_runs(tmp_path: Path) -> None:
         makespans = [run["makespan"] for run in document["runs"] if all(run[k] == group[k] for k in IDENTITY)]
         assert (group["makespan"]["min"], group["makespan"]["max"]) == (min(makespans), max(makespans))
         assert group["makespan"]["mean"] == pytest.approx(sum(makespans) / 3)
-        assert group["speed_up"]["over"] == "1f1b (strict)"
+        assert group["speed_up"]["over"] == "strict 1f1b"
     assert document["skipped"] == []
 
 
@@ -102,7 +102,7 @@ def test_table_shows_mean_spread_memory_and_speed_up() -> None:
     text = rrfp_process(*SMALL, *LISTS, "--seeds", "3").stdout
     for word in ("3 seeds: mean, least and most", "makespan (s)", "least - most", "peak held", "speed-up", "±", "J3"):
         assert word in text
-    assert "speed-up over 1f1b (strict), seed by seed" in text
+    assert "speed-up over strict 1f1b, seed by seed" in text
     assert text.count("bfw, limit 1f1b") == 4
 
 
@@ -117,7 +117,7 @@ def test_one_seed_and_a_cost_file_are_not_compared_seed_by_seed(tmp_path: Path) 
     file = tmp_path / "costs.json"
     write_costs(file, make_costs("mllm", 2, 4))
     for workload in (SMALL, ("sweep", "--costs", file)):
-        assert rrfp(*workload, "--hint", "bf", "--strict", "1f1b").stdout.endswith("\nspeed-up over 1f1b (strict)\n")
+        assert rrfp(*workload, "--hint", "bf", "--strict", "1f1b").stdout.endswith("\nspeed-up over strict 1f1b\n")
 
 
 def test_what_does_not_fit_is_listed_once_and_the_rest_runs(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_listed_once_and_the_rest_runs(tmp_path: Path) -> N
     result = rrfp_process(*SMALL, *map(str, options))
     lines = [line for line in result.stdout.splitlines() if "skipped" in line]
     assert lines == [
-        "skipped 3 runs of 1f1b (strict): schedule 1f1b takes 1 chunk a stage; the graph has 2 chunks a stage"
+        "skipped 3 runs of strict 1f1b: schedule 1f1b takes 1 chunk a stage; the graph has 2 chunks a stage"
     ]
     assert [(row["chunks"], row["method"]) for row in read(path.read_text())] == [("1", "bf"), ("1", "1f1b")] * 3 + [
         ("2", "bf")
@@ -153,7 +153,7 @@ def test_blocking_and_eager_sends_are_two_methods(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     options = ("--strict", "1f1b,gpipe", "--sends", "eager,blocking", "--latency", "spike", "--csv", path)
     result = rrfp(*SMALL, *options)
-    assert "skipped 1 run of gpipe (strict): sends is 'blocking', must be eager" in " ".join(result.stdout.split())
+    assert "skipped 1 run of strict gpipe: sends is 'blocking', must be eager" in " ".join(result.stdout.split())
     rows = read(path.read_text())
     assert [(row["method"], row["sends"]) for row in rows] == [
         ("1f1b", "eager"),
@@ -199,7 +199,7 @@ def test_a_deadlock_names_the_run_and_exits_3(tmp_path: Path) -> None:
     result = rrfp_process(*SMALL, *options)
     assert (result.returncode, result.stdout) == (3, "")
     first, *others = result.stderr.splitlines()
-    assert "my_hints.py:Silent (hint) on profile=mllm, stages=2" in first
+    assert "my_hints.py:Silent on profile=mllm, stages=2" in first
     assert first.endswith("deadlock: every stage is idle and nothing is in flight")
     assert others == [
         "  stage 0 waits for: B0@0 (B0@1 owed by stage 1)",

@@ -87,5 +87,5 @@ def test_what_goes_with_chains_only_is_refused_by_name(
 def test_beside_a_method_that_fits_others_are_left_out_and_named(files: dict[str, Path]) -> None:
     result = rrfp("sweep", "--costs", files["branch"], "--hint", "bf,gpipe", "--strict", "zb-h1")
     assert result.exit_code == 0
-    assert "skipped 1 run of gpipe (hint): schedule gpipe takes a chain" in result.stdout
-    assert "skipped 1 run of zb-h1 (strict): strict needs microbatches that visit every virtual stage" in result.stdout
+    assert "skipped 1 run of hint gpipe: schedule gpipe takes a chain" in result.stdout
+    assert "skipped 1 run of strict zb-h1: strict needs microbatches that visit every virtual stage" in result.stdout

@@ -74,7 +74,7 @@ def test_several_files_are_several_workloads(tmp_path: Path, monkeypatch: pytest
     title, heads, *lines = rrfp("sweep", *lists).stdout.splitlines()
     assert title == "microbatches 6, split backward"
     assert heads.split()[:3] == ["costs", "stages", "method"]
-    assert sum("1.000" in line and "(strict)" in line for line in lines) == 3
+    assert sum("1.000" in line and "strict zb-h1" in line for line in lines) == 3
 
 
 @pytest.mark.parametrize("sizes", ["planned", "file"])

@@ -43,6 +43,17 @@ def test_with_several_chunks_it_counts_from_n_and_every_crossing() -> None:
     assert limits(v, {(1, 2): 1.5}) == (3 + 4, 3 + 4, 3 + 2)
 
 
+def test_where_replicas_share_forwards_a_link_counts_twice_and_its_claims_take_slots_too() -> None:
+    rule = RoundTripRule(TaskGraph.chain(4), claims=True)
+    assert rule.limits(Pace(1.0, 0.0, {})) == (4, 3, 2, 1)
+    assert rule.claimed_ahead(Pace(1.0, 0.0, {})) == (1, 1, 1, 1)
+    pace = Pace(1.0, 0.0, {(1, 2): 1.2})
+    assert rule.limits(pace) == (4 + 3, 3 + 3, 2 + 2, 1)
+    assert rule.claimed_ahead(pace) == (3, 1, 3, 1), "the first stage's ranks claim from each other"
+    with pytest.raises(ConfigError, match="limit is 'auto' with 2 chunks a stage, must be 'n'"):
+        RoundTripRule(TaskGraph.chain(2, chunks=2), claims=True)
+
+
 def test_on_a_graph_the_longest_way_to_the_end_counts() -> None:
     placement = TablePlacement((0, 1, 2, 3))
     graph = TaskGraph(placement, ((0, 2), (1, 2), (2, 3)))

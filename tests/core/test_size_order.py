@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from core_script import Script, T
@@ -81,6 +82,31 @@ def test_a_stage_says_how_many_average_microbatches_its_bytes_have_room_for() ->
         script.told(ev.Arrived(script.step, T(f"F{m}@0")), ev.Enqueued(task), ev.Completed(task, held, output=output))
     assert script.core.byte_room == 30 / 7.5
     assert Script(TaskGraph.chain(1), microbatches=2).core.byte_room is None, "bytes are not limited"
+
+
+def shared(homes: tuple[int, ...] = (0, 0, 1, 1), **known: Any) -> Script:
+    """A stage whose copy of replica 1 runs what is of its caller; by microbatch whose that is."""
+    script = Script(TaskGraph.chain(1), microbatches=0, limit=known.pop("limit", None))
+    script.step = StepId(0, Mode.TRAIN, len(homes))
+    script.told(ev.StepOpened(0, Mode.TRAIN, len(homes), **known, pool=ev.Pool(0, 2, homes, depth=2)))
+    script.told(*(ev.Granted(script.step, T(f"F{m}@0"), 1) for m, home in enumerate(homes) if home))
+    return script
+
+
+def test_where_replicas_share_forwards_the_bytes_of_those_that_ran_here_count() -> None:
+    script = shared(limit=Limit(bytes=30))
+    for m, held in enumerate((5, 10)):
+        script.ran(f"F{m}@0", held=held)
+    assert script.core.byte_room == 30 / 7.5
+
+
+def test_where_replicas_share_forwards_the_times_of_those_that_ran_here_count() -> None:
+    script = shared(sizes=(1.0, 3.0, 9.0, 9.0))
+    for m, seconds in enumerate((1.0, 3.0)):
+        for task in (f"F{m}@0", f"B{m}@0"):
+            script.told(ev.Enqueued(T(task)), ev.Completed(T(task), seconds=seconds))
+    assert script.core.size_correlation == pytest.approx(1.0)
+    assert shared((1, 1), sizes=(1.0, 3.0)).core.size_correlation is None, "none has run here"
 
 
 def test_a_stage_compares_what_all_its_tasks_took() -> None:

@@ -45,7 +45,7 @@ def test_the_case_from_the_trace_to_the_decision(installed: Installed, tmp_path:
     assert "sizes of microbatches: as step(sizes=...) had them" in said
     assert f"costs.json written: {sweep}\n" in said
     shown = re.findall(r"^(\S.+?)  +[\d.]+  +[\d.]+  +\d+  +[\d.]+$", installed.printed(sweep, tmp_path), re.MULTILINE)
-    assert shown == [*(f"slot-aware-pyramid, limit {limit}" for limit in ("1f1b", "n", "2n")), "1f1b (strict)"]
+    assert shown == [*(f"slot-aware-pyramid, limit {limit}" for limit in ("1f1b", "n", "2n")), "strict 1f1b"]
     for command in decided:
         assert "held (" in installed.printed(command, tmp_path)
 

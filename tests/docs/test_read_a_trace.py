@@ -38,7 +38,7 @@ def test_the_program_writes_the_trace_whose_table_the_page_shows(
     costs, simulate, sweep = (rrfp(*command.split()) for command in commands)
     assert "training step(s) of 8 microbatches" in costs.stdout
     assert simulate.stdout.startswith("slot-aware-pyramid: 3 stages, 8 microbatches")
-    for method in ("slot-aware-pyramid, limit 1f1b", "bf, limit n", "bf, limit 2n", "1f1b (strict)"):
+    for method in ("slot-aware-pyramid, limit 1f1b", "bf, limit n", "bf, limit 2n", "strict 1f1b"):
         assert method in sweep.stdout
 
 

@@ -26,16 +26,24 @@ LOOKS_AT_S = (1.0, 2.0)
 WIDTH = 112
 
 
+def length(microbatch: int) -> int:
+    """Of uneven microbatches, of which every fifth is long."""
+    return 3 if microbatch % 5 == 4 else 1
+
+
 def seconds(task: Task) -> float:
-    """Uneven microbatches, of which every fifth is long."""
-    return (0.004 + 0.008 * (task.microbatch % 5 == 4)) * (2 if task.kind is B else 1) * (1 + 0.1 * task.virtual_stage)
+    return 0.004 * length(task.microbatch) * (2 if task.kind is B else 1) * (1 + 0.1 * task.virtual_stage)
+
+
+def held(microbatch: int, virtual_stage: int) -> int:
+    return 24 * 2**20 * length(microbatch)
 
 
 async def look() -> tuple[JobReport, JobStatus]:
     """A look at the job, and the survey of the look before."""
     lanes = [TimerLane() for _ in range(STAGES)]
     graph = TaskGraph.chain(STAGES)
-    programs = [EmulatedStage(graph, seconds, num_bytes=1 << 20, spend=lane.spend) for lane in lanes]
+    programs = [EmulatedStage(graph, seconds, num_bytes=1 << 20, spend=lane.spend, held=held) for lane in lanes]
     async with rrfp.local(
         programs, loop="caller", transport=SimulatedTransport, lane=lanes.__getitem__, first_step=1200
     ) as pipe:

@@ -14,7 +14,7 @@ from runtime.ranks import ThreadedRanks
 from typer.testing import CliRunner
 
 import rrfp
-from rrfp.cli import app
+from rrfp.commands.app import app
 from rrfp.costs import read_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.generators.multimodal import multimodal_costs

@@ -7,7 +7,7 @@ from core_script import Script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.core.events import BegunReported, Completed, Enqueued, Idle, Run, StepOpened
+from rrfp.core.events import BegunReported, Claimed, Completed, Enqueued, Idle, Pool, Run, StepOpened
 from rrfp.core.ready_set import ChunkOrder, ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.costs import make_costs
@@ -18,7 +18,7 @@ from rrfp.lab.simulation import simulate
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement
-from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 
 def stage(
@@ -72,6 +72,21 @@ def test_on_a_full_first_stage_each_weight_task_runs_at_once() -> None:
     script.ran("F0@0", "F1@0")
     script.arrived("B0@1", "B1@1")
     assert script.decisions(5) == "B0@0 W0@0 F2@0 B1@0 W1@0"
+
+
+def test_once_other_replicas_run_all_other_forwards_no_slot_is_needed() -> None:
+    """As above, of three microbatches: whether the last forward runs on another copy decides."""
+    for is_taken, order in ((True, "B0@0 B1@0 W0@0 W1@0"), (False, "B0@0 W0@0 F2@0 B1@0")):
+        script = Script(TaskGraph.chain(2, split=True), 0, microbatches=0, hint=SlotAware(), limit=2)
+        script.step = StepId(0, Mode.TRAIN, 3)
+        script.told(StepOpened(0, Mode.TRAIN, 3, pool=Pool(0, 2, (0, 0, 0))))
+        script.ran("F0@0", "F1@0")
+        script.told(*(Claimed(script.step, Task(Kind.F, m, 1), 0) for m in range(2)))
+        if is_taken:
+            script.told(Claimed(script.step, Task(Kind.F, 2, 0), 1))
+        assert script.core.view.forwards_here == 3 - is_taken
+        script.arrived("B0@1", "B1@1")
+        assert script.decisions(4) == order
 
 
 def test_a_full_stage_s_puts_off_s_weight_tasks() -> None:

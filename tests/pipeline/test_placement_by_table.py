@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import rrfp
-from rrfp.cli import app
+from rrfp.commands.app import app
 from rrfp.testing.reference import reference
 
 TABLE = [0, 0, 1, 1, 0]

@@ -16,6 +16,9 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"tokens": True, "learned": True, "share_replicas": True},
     {"hint": "bfw", "split": True, "layout": "mesh", "sized": True, "share_replicas": True},
     {"split": True, "reduction": "sum", "tokens": True, "transport": "zmq", "limit": 1, "share_replicas": True},
+    {"chunks": 2, "placement": "v", "hint": "bfw", "split": True, "layout": "mesh", "share_replicas": True},
+    {"chunks": 2, "split": True, "tokens": True, "sized": True, "limit": "4kB", "share_replicas": True},
+    {"split": True, "tokens": True, "learned": True, "sized": True, "limit": "2kB", "share_replicas": True},
     {"tokens": True, "learned": True},
     {"chunks": 2, "placement": "v", "hint": "bfw", "split": True, "layout": "mesh", "sized": True},
     {"chunks": 2, "split": True, "reduction": "sum", "tokens": True, "transport": "zmq"},
@@ -67,6 +70,7 @@ def gradients_of_a_shared_step_are_the_references(rank: int) -> None:
                 job.check()
                 job.gap = max(job.gap, *(abs(a - b) for a, b in zip(result.losses, losses, strict=True)))
                 dealt += bool(result.dealt)
-                assert not result.dealt or (sum(result.dealt) == 12 and result.dealt[1] < 8), result.dealt
+                assert not result.dealt or sum(result.dealt) == 12, result.dealt
+                assert not result.dealt or job.is_v or result.dealt[1] < 8, result.dealt
         assert job.gap < TOLERANCE, f"{options}: {job.gap}"
         assert dealt >= 3, f"{options}: {dealt} steps were shared"

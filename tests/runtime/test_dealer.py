@@ -31,7 +31,9 @@ import rrfp
 from rrfp.compute.rng import replica_seed
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import ScheduleHint
 from rrfp.model.mesh import Mesh
+from rrfp.model.schedule import Schedule
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.options import complete
 from rrfp.runtime.steps.deal import ReplicaPace
@@ -205,6 +207,7 @@ def test_a_rank_that_fails_where_it_takes_microbatches_is_named_on_all() -> None
         ({"share_replicas": "all"}, "share_replicas is 'all', must be False, True or 'dealt'"),
         ({"deterministic": True}, "deterministic is True, must be False with share_replicas"),
         ({"replay": "logs"}, "replay is set, must be None with share_replicas"),
+        ({"hint": ScheduleHint(lambda view: Schedule("mine", ()))}, "ScheduleHint, the schedule of a certain step"),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,11 @@ from runtime.toys import loss_fn
 
 import rrfp
 from rrfp.compute.rng import replica_seed
+from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError
+from rrfp.hints.registry import ScheduleHint
+from rrfp.model.mesh import MeshPosition
+from rrfp.model.schedule import Schedule
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.base import Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
@@ -45,6 +50,85 @@ def test_the_caller_gets_the_results_of_its_own_microbatches(limit: int) -> None
     for stage in range(2):
         ran = [m for program in ranks if program.place.stage == stage for m in program.ran]
         assert sorted(ran) == list(range(TOTAL))
+
+
+class Holds(Counts):
+    """A microbatch holds 100 bytes from its forward to its backward."""
+
+    def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
+        return 100 if microbatch in self.sizes else 0
+
+    def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
+        gradients = super().backward(task, grads)
+        del self.sizes[task.microbatch]
+        return gradients
+
+
+def test_a_limit_on_bytes_holds_on_every_rank() -> None:
+    """There is room for two microbatches, each with 4 bytes of output until that is sent, and not for a third."""
+    ranks = [Holds(rank, 0.006 if rank == 2 else 0.001) for rank in range(4)]
+    for outcome in run(ranks, steps, limit=rrfp.Limit(bytes=260)).join():
+        for result in outcome.value:
+            assert 200 <= max(result.peak_bytes) <= 260
+            slow, quick = result.dealt
+            assert slow + quick == TOTAL
+            assert slow < GIVEN[0]
+
+
+def test_a_limit_on_bytes_that_no_microbatch_fits_lets_one_run_at_a_time() -> None:
+    ranks = [Holds(rank) for rank in range(4)]
+    for outcome in run(ranks, steps, limit=rrfp.Limit(bytes=1)).join():
+        assert all(max(result.peak_held) == 1 for result in outcome.value)
+
+
+class Chunks(Counts):
+    """Two virtual stages a rank, looped or as a V; the first adds what the caller passed, the last has the loss."""
+
+    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+        _, m, v = task
+        self.ran.append(m)
+        received: Any = self._batch.inputs[m] if v == 0 else inputs[0].unpack()
+        self.sizes[m] = received.numel()
+        time.sleep(self.seconds)
+        if v == 0:
+            received = received + self._batch.kwargs[m]["more"]
+        if v < 3:
+            return rrfp.Payload.pack(received)
+        self._losses[m] = float((received + self._batch.targets[m]).mean())
+        return rrfp.Payload()
+
+    def backward(self, task: rrfp.Task, grads: tuple[rrfp.Payload, ...]) -> tuple[rrfp.Payload, ...]:
+        time.sleep(self.seconds)
+        return () if task.virtual_stage == 0 else (rrfp.Payload((torch.ones(1),)),)
+
+
+def given_to(rank: int, number: int, layout: str) -> dict[str, Any]:
+    """As `batch_of`, where the last virtual stage of a V is on the first stage."""
+    stage, replica, _ = MESH.place_of(rank)
+    if layout == "looped":
+        return batch_of(rank, number)
+    first, last = (batch_of(MESH.rank(MeshPosition(each, replica, 0)), number) for each in range(2))
+    return first | last if stage == 0 else {"microbatches": GIVEN[replica]}
+
+
+@pytest.mark.parametrize("layout", ["looped", "v"])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_chunks_of_a_stage_are_shared_each_for_itself(layout: str, limit: int) -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> list[rrfp.StepResult]:
+        return [pipe.step(**given_to(rank, number, layout)) for number in range(STEPS)]
+
+    ranks = [Chunks(rank, 0.006 if rank == 2 else 0.001) for rank in range(4)]
+    results = [outcome.value for outcome in run(ranks, body, limit=limit, chunks=2, placement=layout).join()]
+    for rank, own in enumerate(results):
+        for number, result in enumerate(own):
+            assert result.losses == pytest.approx(losses_of(MESH.place_of(rank).replica, number))
+            assert result.loss == pytest.approx(mean(number))
+            assert max(result.peak_held) <= 2 * limit
+            assert sum(result.dealt) == TOTAL
+    for stage in range(2):
+        ran = [m for program in ranks if program.place.stage == stage for m in program.ran]
+        assert sorted(ran) == sorted(2 * [*range(TOTAL)])
+    assert len(ranks[2].ran) < len(ranks[3].ran)
 
 
 def test_each_stage_shares_for_itself() -> None:
@@ -79,6 +163,37 @@ def test_the_random_numbers_of_a_microbatch_are_those_of_its_home() -> None:
         for batch in program.reopened:
             assert {*batch.homes.values()} == homes
             assert batch.homes == ranks[0].reopened[0].homes
+
+
+class Zeroes(Counts):
+    """Writes into what other callers have passed, once it is used."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(rank, seconds)
+        self.taken: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+        m = task.microbatch
+        passed = (self._batch.targets if self.place.stage else self._batch.inputs)[m]
+        output = super().forward(task, inputs)
+        if self._batch.homes[m][0] != replica_seed(0, self.place.replica):
+            passed.zero_()
+            self.taken.append(weakref.ref(passed))
+        return output
+
+
+def test_what_a_caller_passed_is_copied_for_others_who_forget_it_at_the_end() -> None:
+    ranks = [Zeroes(rank, program.seconds) for rank, program in enumerate(programs())]
+
+    def body(rank: int, pipe: BlockingPipeline) -> int:
+        for number in range(STEPS):
+            own, passed = batch_of(rank, number), "targets" if ranks[rank].place.stage else "inputs"
+            pipe.step(**own)
+            assert own[passed] == batch_of(rank, number)[passed]
+            assert [taken() for taken in ranks[rank].taken] == [None] * len(ranks[rank].taken)
+        return len(ranks[rank].taken)
+
+    assert sum(outcome.value for outcome in run(ranks, body).join()) > STEPS
 
 
 def test_each_caller_scales_the_gradients_of_its_own_microbatches() -> None:
@@ -165,15 +280,25 @@ def test_a_claim_that_comes_twice_ends_the_pipeline() -> None:
         assert "twice" in str(abort)
 
 
+class Waits(rrfp.Hint):
+    may_wait = True
+
+    def choose(self, ready: ReadySet, view: rrfp.View) -> rrfp.Task | None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"chunks": 2}, "chunks is 2, must be 1 with share_replicas=True"),
-        ({"placement": [1, 0]}, r"placement is \[1, 0\], must be \[0, 1\] with share_replicas=True"),
         ({"order": "natural"}, "order is 'natural', must be 'free' with share_replicas=True"),
         ({"strict": "1f1b"}, "strict is '1f1b', must be None with share_replicas=True"),
-        ({"limit": "auto"}, "limit is 'auto', must count microbatches and not change with share_replicas=True"),
-        ({"limit": rrfp.Limit(4, 1 << 20)}, "limit has bytes 1048576, must count microbatches"),
+        ({"limit": "auto", "chunks": 2}, "limit is 'auto' with 2 chunks a stage, must be 'n', '2n'"),
+        (
+            {"limit": rrfp.Limit(4, rule="paper"), "chunks": 2},
+            "limit has rule 'paper', must have 'staircase' for several chunks a stage with share_replicas=True",
+        ),
+        ({"hint": ScheduleHint(lambda view: Schedule("mine", ()))}, "ScheduleHint, the schedule of a certain step"),
+        ({"hint": Waits}, r"Waits, which may wait for a task \(may_wait\): must never do so with share_replicas=True"),
         ({"deterministic": True}, "deterministic is True, must be False with share_replicas"),
     ],
 )

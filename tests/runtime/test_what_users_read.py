@@ -21,6 +21,7 @@ import rrfp
 from rrfp import Topology
 from rrfp.compute.rng import SeedNotice
 from rrfp.errors import PeerLostError, PipelineAborted
+from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.abort import failure_of
 from rrfp.transports.rendezvous import LocalRendezvous
 
@@ -64,6 +65,19 @@ def test_a_rank_that_notices_a_lost_peer_prints_one_line_that_names_it() -> None
     assert lines[:-1] == ["rrfp.errors.PipelineAborted: aborted by stage 1: PeerLostError: its process ended"]
     assert lines[-1].startswith("if it was not ended on purpose, look for 'out of memory' in dmesg on its host")
     assert lines[-1].endswith("resume from the newest checkpoint")
+
+
+def test_ranks_that_make_different_calls_print_their_own_call_alone() -> None:
+    def body(stage: int, pipe: BlockingPipeline) -> Any:
+        return pipe.step(data(2 + stage).inputs, data(2 + stage).targets)
+
+    for outcome in ThreadedRanks(stages(2), body).join():
+        lines = printed(outcome.abort)
+        assert lines[0] == "Traceback (most recent call last):"
+        assert sum(line.startswith("Traceback") for line in lines) == 1
+        assert len(own_frames(lines)) == 2
+        assert lines[-1].startswith("rrfp.errors.PipelineAborted: aborted by stage ")
+        assert "ProtocolError: stages disagree on the step: " in lines[-1]
 
 
 async def test_the_async_call_prints_no_more() -> None:

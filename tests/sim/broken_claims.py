@@ -11,6 +11,7 @@ from rrfp.core import events as ev
 from rrfp.core.claims import Claims, Grants
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ProtocolError
+from rrfp.memory.rules import MemoryRule
 from rrfp.model.tasks import F
 
 #: What an event leads to, and what that is instead; ``core`` has taken the event in.
@@ -35,31 +36,49 @@ def gives_twice(patch: pytest.MonkeyPatch) -> None:
 def skips_the_limit(patch: pytest.MonkeyPatch) -> None:
     """A copy claims what it has no slot for."""
     following: Any = Claims.next
-    patch.setattr(Claims, "next", lambda self, held, slots, **options: following(self, held, None, **options))
+
+    def unlimited(self: Claims, admission: MemoryRule, *deeper: Any, **options: Any) -> int | None:
+        slots, admission.slots = admission.slots, None
+        try:
+            return following(self, admission, *deeper, **options)  # type: ignore[no-any-return]
+        finally:
+            admission.slots = slots
+
+    patch.setattr(Claims, "next", unlimited)
 
 
 def counts_no_claims(patch: pytest.MonkeyPatch) -> None:
     """A copy claims as if it had claimed nothing so far."""
-    patch.setattr(Claims, "unbegun", property(lambda self: 0, lambda self, number: None))
+    following: Any = Claims.next
+
+    def forgetful(self: Claims, *arguments: Any, **options: Any) -> int | None:
+        claimed, self._claimed = self._claimed, set()
+        try:
+            return following(self, *arguments, **options)  # type: ignore[no-any-return]
+        finally:
+            self._claimed = claimed
+
+    patch.setattr(Claims, "next", forgetful)
 
 
 def keeps_a_lost_claim(patch: pytest.MonkeyPatch) -> None:
     """A forward that went to another copy keeps its place among the claimed."""
     grant = Claims.grant
 
-    def kept(self: Claims, microbatch: int, copy: int) -> None:
-        self.unbegun += self.is_asked(microbatch)
+    def keeping(self: Claims, microbatch: int, copy: int) -> None:
+        kept = {microbatch} if self.is_asked(microbatch) else set()
         grant(self, microbatch, copy)
+        self._claimed |= kept
 
-    patch.setattr(Claims, "grant", kept)
+    patch.setattr(Claims, "grant", keeping)
 
 
 def helps_nobody(patch: pytest.MonkeyPatch) -> None:
     """A copy runs its own replica's alone."""
     chosen = Claims._chosen
 
-    def own(self: Claims, *, may_help: bool) -> int | None:
-        found = chosen(self, may_help=may_help)
+    def own(self: Claims, held: int, *, may_help: bool) -> int | None:
+        found = chosen(self, held, may_help=may_help)
         return None if found is None or self.holders[found] != self._pool.copy else found
 
     patch.setattr(Claims, "_chosen", own)

@@ -7,30 +7,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES
 
+from rrfp import Hint
 from rrfp.core import events as ev
 from rrfp.core.claims import Claims
+from rrfp.core.stage_core import StageCore
 from rrfp.errors import Origin, ProtocolError
+from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.cluster import ClaimMessage, Envelope
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
 from rrfp.memory.admission import Limit
+from rrfp.memory.rules import MemoryRule
+from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.model.graph import TaskGraph
-from rrfp.model.placement import Placement
-from rrfp.model.tasks import Kind, Mode, Task
+from rrfp.model.placement import Placement, TablePlacement
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 NUM_PIPELINES, QUICK, BATCH = 1_000, 100, 50
 
 
-def random_run(seed: int, make: Callable[..., RandomRun] = RandomRun) -> tuple[RandomRun, list[tuple[Mode, int]]]:
-    """The run of this seed, and its steps."""
+def random_run(
+    seed: int, make: Callable[..., RandomRun] = RandomRun, placements: Sequence[Placement | TablePlacement] = ()
+) -> tuple[RandomRun, list[tuple[Mode, int]]]:
+    """The run of this seed, and its steps; one chunk a stage, or on one of ``placements``."""
     rng = random.Random(seed)
     stages, replicas = rng.randint(1, 4), rng.randint(2, 3)
-    graph = TaskGraph(Placement(stages, 1), split=tuple(rng.random() < 0.5 for _ in range(stages)))
+    placement = rng.choice(placements) if placements else Placement(stages, 1)
+    stages = placement.stages
+    graph = TaskGraph(placement, split=tuple(rng.random() < 0.5 for _ in range(placement.num_virtual_stages)))
     deliveries: list[Delivery] = ["any", "any", "oldest", "newest"]
     adversary = rng.choice(ADVERSARIES)
     paces = tuple(rng.choice([1.0, 1.0, 2.0, 5.0]) for _ in range(replicas))
@@ -62,6 +73,59 @@ def test_every_random_pipeline_ends_with_each_task_run_once(first: int) -> None:
             run_pipeline(seed)
         except Exception as error:
             raise AssertionError(f"run_pipeline({seed}) failed: {type(error).__name__}: {error}") from error
+
+
+#: Looped, V, and any: neighbours on one stage, and stages without an equal number of chunks.
+PLACEMENTS: list[Placement | TablePlacement] = [
+    *(Placement(stages, chunks, layout) for stages in (1, 2, 3) for chunks in (2, 3) for layout in ("looped", "v")),
+    Placement(2, 4, "v"),
+    *map(TablePlacement, [(1, 0), (0, 0, 1, 1), (0, 1, 1, 0, 1), (0, 1, 2, 1, 0, 0)]),
+]
+
+
+@pytest.mark.parametrize("first", batches(NUM_PIPELINES, BATCH, QUICK))
+def test_every_random_pipeline_of_several_chunks_ends_with_each_task_run_once(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        network, steps = random_run(seed, placements=PLACEMENTS)
+        try:
+            network.run(steps)
+        except Exception as error:
+            raise AssertionError(f"seed {seed} failed: {type(error).__name__}: {error}") from error
+
+
+def with_bytes(held: Sequence[int], limit: Limit, *, are_known: bool) -> type[RandomRun]:
+    """A run in which microbatches hold so many bytes, under the same limit everywhere; sizes ``are_known``, or not."""
+
+    class Sized(RandomRun):
+        def __init__(self, graph: TaskGraph, hints: Sequence[Hint], limits: Sequence[Limit], **options: Any) -> None:
+            super().__init__(
+                graph, hints, [limit] * len(limits), num_bytes=lambda task: held[task.microbatch], **options
+            )
+
+        def opened(self, step: StepId) -> ev.StepOpened:
+            sizes = tuple(map(float, held[: step.microbatches]))
+            return replace(super().opened(step), sizes=sizes if are_known else None)
+
+    return Sized
+
+
+@pytest.mark.parametrize("first", batches(NUM_PIPELINES, BATCH, QUICK))
+@pytest.mark.parametrize("are_known", [True, False])
+def test_limits_on_bytes_end_every_run_and_hold_where_sizes_are_known(first: int, are_known: bool) -> None:
+    for seed in range(first, first + BATCH):
+        rng = random.Random(-seed)
+        held, limit = [rng.randint(1, 9) for _ in range(7)], Limit(rng.choice((None, 1, 3)), rng.randint(1, 30))
+        has_chunks = rng.random() < 0.5
+        network, steps = random_run(
+            seed, with_bytes(held, limit, are_known=are_known), PLACEMENTS if has_chunks else ()
+        )
+        try:
+            network.run(steps)
+        except Exception as error:
+            raise AssertionError(f"seed {seed} failed: {type(error).__name__}: {error}") from error
+        if are_known and not has_chunks:
+            most = max(node.checker.memory.peak_bytes for node in network.nodes)
+            assert most <= max(limit.bytes or 0, *held), f"seed {seed}"
 
 
 class Faulty(RandomRun):
@@ -123,7 +187,73 @@ def test_a_core_that_was_aborted_claims_and_grants_nothing() -> None:
     assert node.core.decide() is None
 
 
+def holding(held: int) -> MemoryRule:
+    """A rank that holds so much, without a limit."""
+    rule = MemoryRule(None, None, [()], seen=SeenSizes(1), followers=0)
+    rule.held = held
+    return rule
+
+
 def test_where_a_pace_is_0_no_copy_counts_as_slow() -> None:
     claims = Claims(ev.Pool(1, 2, (0, 1), paces=(0.0, 1.0)), (0, 1))
     claims.offer(1, 1)
-    assert claims.next(0, None, is_idle=True) == 1
+    assert claims.next(holding(0), is_idle=True) == 1
+
+
+def test_a_claim_of_a_shallower_chunk_keeps_no_copy_from_a_deeper_one() -> None:
+    """Else one that waits for a slot would keep it from the forward that frees one."""
+    core = StageCore(TaskGraph.chain(2, chunks=2), 0, create_hint("bf"), Limit(2))
+    asked = core.apply(ev.StepOpened(0, Mode.TRAIN, 3, pool=ev.Pool(0, 2, (1, 1, 1))))
+    assert asked == (ev.Claim(Task(Kind.F, 0, 0), 1),)
+    deeper = [Task(Kind.F, m, 2) for m in (1, 2)]
+    step = StepId(0, Mode.TRAIN, 3)
+    assert core.apply(ev.Offered(step, deeper[0], 1)) == (ev.Claim(deeper[0], 1),)
+    assert core.apply(ev.Offered(step, deeper[1], 1)) == (), "that counts"
+
+
+def test_chunks_that_follow_each_other_on_a_stage_are_claimed_together() -> None:
+    core = StageCore(TaskGraph.chain(2, chunks=2, layout="v"), 1, create_hint("bf"), Limit(2))
+    core.apply(ev.StepOpened(0, Mode.TRAIN, 2, pool=ev.Pool(0, 2, (0, 1))))
+    step = StepId(0, Mode.TRAIN, 2)
+    assert core.apply(ev.Offered(step, Task(Kind.F, 0, 1), 0)) == (ev.Claim(Task(Kind.F, 0, 1), 0),)
+    core.apply(ev.Arrived(step, Task(Kind.F, 0, 0)))
+    core.apply(ev.Offered(step, Task(Kind.F, 1, 1), 1))
+    core.apply(ev.Granted(step, Task(Kind.F, 1, 1), 1))
+    assert core.view.forwards_here == 2, "of one microbatch"
+    for task in (Task(Kind.F, 0, 1), Task(Kind.F, 0, 2)):
+        assert core.decide() == ev.Run(task)
+        core.apply(ev.Enqueued(task))
+    with pytest.raises(ProtocolError, match="which is no forward of this stage"):
+        core.apply(ev.Offered(step, Task(Kind.F, 0, 2), 0))
+
+
+def _claims_of(copy: int, holders: Sequence[int | None], homes: Sequence[int], **options: Any) -> Claims:
+    """The claims of one of three copies; by microbatch who offers it, None for one that another copy runs."""
+    claims = Claims(ev.Pool(copy, 3, tuple(homes)), range(len(homes)), **options)
+    for m, holder in enumerate(holders):
+        claims.offer(m, 1 - copy if holder is None else holder)
+        if holder is None:
+            claims.grant(m, 1 - copy)
+    return claims
+
+
+def test_what_of_its_own_caller_comes_from_another_copy_keeps_no_copy_from_helping() -> None:
+    for homes in ([0, 0], [0, 1]):
+        assert _claims_of(1, [None, 0], homes, spare=1.0).next(holding(0), is_idle=True) == 1
+
+
+def test_a_copy_that_holds_microbatches_leaves_the_only_forward_of_another_to_it() -> None:
+    for holders, held, expected in (([0], 0, 0), ([0], 1, None), ([0, 0], 1, 0), ([0, 2], 1, None), ([0, 1], 1, 1)):
+        assert _claims_of(1, holders, holders).next(holding(held), is_idle=True) == expected
+    first = _claims_of(1, [0, 0, 0], [0, 0, 0], has_gradients=False)  # its caller has them all from the beginning
+    assert first.next(holding(1), is_idle=True) is None
+    assert first.next(holding(0), is_idle=True) == 0
+
+
+def test_near_the_end_the_holder_of_most_goes_first() -> None:
+    assert _claims_of(1, [1, 2, 2], [1, 2, 2]).next(holding(0), is_idle=True) == 1
+    assert _claims_of(1, [1, 2, 2], [1, 2, 2], has_gradients=False).next(holding(0), is_idle=True) == 0
+    not_the_end = Claims(ev.Pool(1, 3, (1, 2, 2, 0)), range(4))
+    for m, holder in enumerate((1, 2, 2)):
+        not_the_end.offer(m, holder)
+    assert not_the_end.next(holding(0), is_idle=True) == 0

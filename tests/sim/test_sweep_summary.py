@@ -62,7 +62,7 @@ def test_rows_that_differ_in_the_seed_only_are_one_group() -> None:
     rows = [replace(HINT, seed=s, digest=str(s)) for s in range(3)] + [replace(HINT, limit="1f1b"), STRICT]
     groups = summarise(rows)
     assert [[row.seed for row in group.rows] for group in groups] == [[0, 1, 2], [0], [0]]
-    assert [group.label for group in groups] == ["bf, limit 2n", "bf, limit 1f1b", "1f1b (strict)"]
+    assert [group.label for group in groups] == ["bf, limit 2n", "bf, limit 1f1b", "strict 1f1b"]
 
 
 def test_speed_up_is_the_mean_of_the_seeds_own_ratios() -> None:
@@ -78,7 +78,7 @@ def test_speed_up_is_over_the_first_strict_method_of_the_same_workload() -> None
     groups = summarise([HINT, STRICT, blocking, elsewhere])
     speed_ups = [None if group.speed_up is None else group.speed_up.mean for group in groups]
     assert speed_ups == [1.5, 1.0, 0.5, None]
-    assert groups[2].to_json()["speed_up"]["over"] == "1f1b (strict)"
+    assert groups[2].to_json()["speed_up"]["over"] == "strict 1f1b"
 
 
 def test_summary_is_plain_data() -> None:
@@ -92,8 +92,8 @@ def test_labels_tell_methods_apart() -> None:
     assert [label(row) for row in rows] == [
         "bf, limit 2n",
         "bf, limit 2n, paper rule",
-        "1f1b (strict)",
-        "1f1b (strict), blocking sends",
+        "strict 1f1b",
+        "strict 1f1b, blocking sends",
     ]
 
 
@@ -245,7 +245,7 @@ def test_a_panel_for_each_workload_shows_speed_and_memory() -> None:
     ]
     assert {axes.get_ylim() for axes in speeds} == {speeds[0].get_ylim()}
     assert {axes.get_ylim() for axes in memories} == {memories[0].get_ylim()}
-    assert speeds[0].get_ylabel() == "speed-up over\n1f1b (strict)"
+    assert speeds[0].get_ylabel() == "speed-up over\nstrict 1f1b"
     assert [tick.get_text() for tick in memories[0].get_xticklabels()] == ["4", "8", "1024"]
     assert len(speeds[0].containers) == len(memories[0].containers) == 6
 

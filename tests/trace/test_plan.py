@@ -367,7 +367,7 @@ def test_of_layers_alone_the_assumptions_are_said(measured: Request) -> None:
 
 def test_of_layers_alone_the_job_is_as_the_caller_says(measured: Request) -> None:
     strict = plan_file(None, measured, Wishes(strict="1f1b"))
-    assert strict.now.settings == "1f1b (strict)"
+    assert strict.now.settings == "strict 1f1b"
     assert strict.predicted == pytest.approx(simulate(like_the_sample(even()), strict="1f1b").makespan)
     within = plan_file(None, replace(measured, memory="100B"), Wishes(hint="bf", limit="n"))
     assert within.now.settings == "hint bf, limit n, split False"
@@ -447,6 +447,6 @@ def test_too_few_steps_and_graphs_are_refused(tmp_path: Path) -> None:
     steps = [make_costs("llm", 2, 4, step=step, latency="constant") for step in range(STEPS)]
     write_chrome(tmp_path / "trace.json", [simulate(s, strict="1f1b").result.trace(n) for n, s in enumerate(steps)])
     fixed = plan_file(str(tmp_path / "trace.json"), Request(), Wishes(skip_first=0, strict="1f1b"))
-    assert fixed.now.settings == "1f1b (strict)"
+    assert fixed.now.settings == "strict 1f1b"
     assert fixed.best is not None
     assert fixed.best.plan is not None

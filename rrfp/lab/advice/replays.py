@@ -35,7 +35,7 @@ class Method:
 
     def __str__(self) -> str:
         if self.hint is None:
-            return f"{self.strict} (strict)"
+            return f"strict {self.strict}"
         return f"{hint_text(self.hint)}, limit {limit_text(self.limit)}"
 
     def run(self, costs: CostTable) -> EngineResult:

@@ -75,10 +75,10 @@ class MemoryChecker:
             self._await_readers(task)
         return wrong
 
-    @property
-    def num_free(self) -> int | None:
-        """The slots that are free."""
-        return None if self._slots is None else self._slots - self._counts.held
+    def num_free(self, virtual_stage: int) -> int | None:
+        """The slots that the staircase leaves to its forwards."""
+        kept = len(self._chunk_of) - 1 - self._chunk_of[virtual_stage]
+        return None if self._slots is None else self._slots - kept - self._counts.held
 
     @property
     def most_held(self) -> int | None:
@@ -202,7 +202,9 @@ class RankChecker:
         if task in self._elsewhere.get(self.step.number, ()):
             return  # the grant came before the step was opened, and the core hears of it next
         self._claimed.add(task)
-        claimed, free = len(self._claimed), self.memory.num_free
+        # Claims of shallower chunks may wait, and do not count.
+        claimed = sum(other.virtual_stage >= task.virtual_stage for other in self._claimed)
+        free = self.memory.num_free(task.virtual_stage)
         if claimed > self._most_claims:
             self.object_to(f"has claimed {claimed} forwards, the most allowed is {self._most_claims}")
         if free is not None and claimed > free:
@@ -221,13 +223,20 @@ class RankChecker:
             self.object_to(wrong)
 
     def expected(self, step: StepId) -> set[Task]:
-        """What the rank has to run; where replicas share forwards, all of each microbatch that it has begun."""
+        """What the rank has to run; where replicas share forwards, on successive chunks all that it has begun."""
         visits = self._visits_of(step)
         every = {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
         if not self._most_claims or step.mode is not Mode.TRAIN:
             return every
-        own = {task.microbatch for task in self._completed}
-        return {task for task in every if task.microbatch in own}
+        own = {self._begins(task) for task in self._completed}
+        return {task for task in every if self._begins(task) in own}
+
+    def _begins(self, task: Task) -> tuple[int, int]:
+        """The microbatch, and the first virtual stage from which on all are on this stage."""
+        first, stage_of = task.virtual_stage, self._graph.stage_of
+        while first and stage_of[first - 1] == stage_of[first]:
+            first -= 1
+        return task.microbatch, first
 
     def finish(self, step: StepId) -> None:
         """The core says that ``step`` is done."""

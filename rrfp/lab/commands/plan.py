@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rrfp.atomic_files import write_atomically
 from rrfp.commands.command_line import at_least, listed
 from rrfp.commands.output import Json, check_output, print_json
 from rrfp.errors import ConfigError
@@ -46,30 +48,33 @@ def plan(
     json: Json = False,
 ) -> None:
     """Search the cut, placement, limit, hint and split under which steps are shortest."""
-    import json as json_module
+    try:
+        from rrfp.lab.planning.plan import Request, plan_file
 
-    from rrfp.atomic_files import write_atomically
-    from rrfp.lab.planning.plan import Request, plan_file
-
-    if trace is None:
-        for each in RECORDED:
-            if given[each.name] is not None:
-                raise ConfigError(f"--{each.name.replace('_', '-')} goes with TRACE: it is of recorded steps")
-    if out is not None:
-        check_output(out, *(path for path in (trace, layers, recomputed) if path is not None))
-    effort = {} if tasks is None else {"tasks": tasks}
-    request = Request(layers, memory, _counts(microbatches), tuple(slow_rank or ()), recomputed, **effort)
-    with progress_bar() as ran:
-        plans = plan_file(None if trace is None else str(trace), request, wishes_of(given), ran)
+        if trace is None:
+            for each in RECORDED:
+                if given[each.name] is not None:
+                    raise ConfigError(f"--{each.name.replace('_', '-')} goes with TRACE: it is of recorded steps")
+        if out is not None:
+            check_output(out, *(path for path in (trace, layers, recomputed) if path is not None))
+        effort = {} if tasks is None else {"tasks": tasks}
+        request = Request(layers, memory, _counts(microbatches), tuple(slow_rank or ()), recomputed, **effort)
+        with progress_bar() as ran:
+            plans = plan_file(None if trace is None else str(trace), request, wishes_of(given), ran)
+    except KeyboardInterrupt:
+        typer.echo("no plan was found yet", err=True)
+        raise
     document = plans.to_json()
     if out is not None and plans.best is not None:
-        write_atomically(out, json_module.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_atomically(out, dumps(document, indent=1, allow_nan=False) + "\n")
     if json:
         print_json(document)
-        return
-    typer.echo(str(plans))
-    if out is not None and plans.best is not None:
-        typer.echo(f"\nwrote plan 1 to {out}")
+    else:
+        typer.echo(str(plans))
+        if out is not None and plans.best is not None:
+            typer.echo(f"\nwrote plan 1 to {out}")
+    if plans.is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def simulate(
     if save_costs is not None:
         write_costs(save_costs, with_sizes(workload))
     run = experiment.simulate()
-    title = f"{method.name} (strict)" if method.kind == "strict" else method.name
+    title = f"strict {method.name}" if method.kind == "strict" else method.name
     simulation = run if isinstance(run, Simulation) else run.simulation
     write_pictures(title, simulation, timeline, window, trace)
     if json:

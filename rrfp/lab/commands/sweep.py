@@ -58,7 +58,7 @@ def show_sweep(result: SweepResult, *, json: bool, notes: Sequence[str] = ()) ->
     )
     for (name, kind, reason), count in methods.items():
         runs = "1 run" if count == 1 else f"{count} runs"
-        console.print(f"skipped {runs} of {name} ({kind}): {reason}", soft_wrap=True)
+        console.print(f"skipped {runs} of {kind} {name}: {reason}", soft_wrap=True)
 
 
 def _plain(skip: Skip) -> dict[str, Any]:

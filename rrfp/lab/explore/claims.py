@@ -12,7 +12,8 @@ may refuse what comes from those that have not heard yet: the error that ends th
 can do so after t as well; then t alone is explored. Each move adds an event, so nothing is put off for ever. Safe are
 
 1. a claim that reaches a holder which has given the forward away: it changes nothing there, now or later;
-2. on a rank that is *quiet*, which has heard of all forwards of its stage and has an answer, or awaits one, for each:
+2. with one chunk and no limit on bytes, on a rank that is *quiet*, which has heard of all forwards of its stage and has
+   an answer, or awaits one, for each:
    what arrives from holders and from the stage behind, and tasks whose end no copy has to hear of (all but the forwards
    whose output is offered).
 
@@ -44,6 +45,7 @@ from rrfp.errors import Origin, RrfpError
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
 from rrfp.model.tasks import F, Mode, StepId, Task
 
 #: What a rank has heard, in order.
@@ -52,7 +54,7 @@ _History = tuple[ev.Event, ...]
 
 @dataclass(frozen=True, slots=True)
 class ClaimCase:
-    """A chain of N stages, each with so many copies.
+    """A chain over N stages, each with so many copies.
 
     Attributes:
         stages: N.
@@ -62,6 +64,10 @@ class ClaimCase:
         depth: forwards claimed and not begun.
         split: whether backward is split.
         paces: by stage and copy, seconds of a microbatch; empty: not known.
+        chunks: of a stage.
+        layout: ``"looped"`` or ``"v"``.
+        most_bytes: the limit on bytes; None: unlimited.
+        sizes: bytes that each microbatch holds on each chunk, which its caller tells; empty: none.
     """
 
     stages: int
@@ -71,6 +77,10 @@ class ClaimCase:
     depth: int = 1
     split: bool = False
     paces: tuple[tuple[float, ...], ...] = ()
+    chunks: int = 1
+    layout: Layout = "looped"
+    most_bytes: int | None = None
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -81,7 +91,8 @@ class ClaimsExplored:
         states: states reached.
         ends: those in which the step has ended on all ranks; with failures, those in which all have heard of one.
         wrong: what is wrong with a state, each once; empty if nothing is.
-        peak_held: the most D plus claimed forwards on any rank.
+        peak_held: the most D plus claimed forwards on any rank; of several chunks D alone.
+        peak_bytes: the most bytes that microbatches in work held on any rank.
         takers: who has run the forwards in some state at the end: by stage and microbatch, the copy.
     """
 
@@ -89,6 +100,7 @@ class ClaimsExplored:
     ends: int = 0
     wrong: list[str] = field(default_factory=list)
     peak_held: int = 0
+    peak_bytes: int = 0
     takers: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
 
@@ -136,8 +148,8 @@ class _Local:
     is_finished: bool = False
     #: It will claim nothing more.
     is_quiet: bool = False
-    #: By microbatch, which copy runs it, as it has heard.
-    takers: tuple[int, ...] = ()
+    #: By virtual stage and microbatch, which copy runs it, as it has heard.
+    takers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     #: By event, what follows; None: it is refused.
     moves: dict[ev.Event, _Move | None] = field(default_factory=dict)
 
@@ -166,7 +178,8 @@ class ClaimSearch:
         self._reduces = not aborts if reduce is None else reduce
         assert not (aborts and self._reduces), "a search with failures visits every state"
         self._ranks = ranks_of(case.stages, case.copies)
-        self._graph = TaskGraph.chain(case.stages, split=case.split)
+        self._graph = TaskGraph.chain(case.stages, chunks=case.chunks, layout=case.layout, split=case.split)
+        self._sizes = case.sizes or (0,) * len(case.homes)
         self._step = StepId(0, Mode.TRAIN, len(case.homes))
         self._found = ClaimsExplored()
         self._locals: list[_Local] = []
@@ -183,7 +196,8 @@ class ClaimSearch:
         for rank in self._ranks:
             paces = self._case.paces[rank.stage] if self._case.paces else ()
             pool = ev.Pool(rank.replica, self._case.copies, self._case.homes, self._case.depth, paces)
-            move = self._move(state, rank, ev.StepOpened(0, Mode.TRAIN, len(self._case.homes), pool=pool))
+            sizes = tuple(map(float, self._case.sizes)) or None
+            move = self._move(state, rank, ev.StepOpened(0, Mode.TRAIN, len(self._case.homes), sizes, pool=pool))
             if move is None:
                 return self._found
             state = self._after(state, rank, move)
@@ -227,10 +241,11 @@ class ClaimSearch:
                 return not move.sent
             case ev.Offered():
                 return False
-            case ev.Enqueued(task) | ev.Completed(task):
-                is_offered = task.kind is F and task.virtual_stage < self._case.stages - 1
-                return local.is_quiet and not is_offered
-        return local.is_quiet
+            case ev.Enqueued(task) | ev.Completed(task) if (
+                task.kind is F and task.virtual_stage < self._case.stages - 1
+            ):
+                return False
+        return local.is_quiet and self._case.chunks == 1 and self._case.most_bytes is None
 
     # States.
 
@@ -318,12 +333,13 @@ class ClaimSearch:
             case ev.Offer(task):
                 tell(self._copies(task.virtual_stage), ev.Offered(self._step, task, own))
             case ev.Claim(task, copy):
-                tell([self._at(max(0, task.virtual_stage - 1), copy)], ev.Claimed(self._step, task, own))
+                holder = self._graph.stage_of[max(0, task.virtual_stage - 1)]
+                tell([self._at(holder, copy)], ev.Claimed(self._step, task, own))
             case ev.Grant(task, copy):
                 others = (each for each in self._copies(task.virtual_stage) if each.replica != copy and each != rank)
                 tell(others, ev.Granted(self._step, task, copy))
             case ev.Give(task, copy) if not task.virtual_stage:
-                tell([self._at(0, copy)], ev.Granted(self._step, task, copy), task)
+                tell([self._at(rank.stage, copy)], ev.Granted(self._step, task, copy), task)
             case ev.ReduceChunk(virtual_stage):
                 return (ev.ChunkReduced(virtual_stage),)
         return ()
@@ -331,11 +347,12 @@ class ClaimSearch:
     def _at(self, stage: int, copy: int) -> Rank:
         return self._ranks[stage * self._case.copies + copy]
 
-    def _copies(self, stage: int) -> Sequence[Rank]:
-        return self._ranks[stage * self._case.copies : (stage + 1) * self._case.copies]
+    def _copies(self, virtual_stage: int) -> Sequence[Rank]:
+        first = self._graph.stage_of[virtual_stage] * self._case.copies
+        return self._ranks[first : first + self._case.copies]
 
     def _core(self, local: _Local) -> StageCore:
-        core = StageCore(self._graph, local.rank.stage, _AnyReady(), Limit(microbatches=self._case.limit))
+        core = StageCore(self._graph, local.rank.stage, _AnyReady(), Limit(self._case.limit, self._case.most_bytes))
         for event in local.history:
             core.apply(event)
         return core
@@ -348,24 +365,34 @@ class ClaimSearch:
         if step is None:
             return local
         assert step.sharing is not None
-        claims = step.sharing.claims
-        local.next = tuple(map(ev.Completed, core.in_flight[:1])) or tuple(map(ev.Enqueued, core.ready))
-        every = self._graph.tasks(local.rank.stage, len(self._case.homes), Mode.TRAIN)
+        sharing, case = step.sharing, self._case
+        ends = (ev.Completed(task, self._sizes[task.microbatch]) for task in core.in_flight[:1])
+        local.next = tuple(ends) or tuple(map(ev.Enqueued, core.ready))
+        every = self._graph.tasks(local.rank.stage, len(case.homes), Mode.TRAIN)
         local.begun = frozenset(
-            task for task in every if claims.is_own(task.microbatch) and step.readiness.is_available(task)
+            task
+            for task in every
+            if sharing.of(task.virtual_stage).is_own(task.microbatch) and step.readiness.is_available(task)
         )
-        local.is_finished, local.takers = step.finished, tuple(claims.takers)
-        asked = [claims.is_asked(m) for m in range(len(claims.takers))]
-        known = [taker >= 0 or is_asked for taker, is_asked in zip(claims.takers, asked, strict=True)]
-        local.is_quiet = all(known) and min(claims.holders) >= 0
-        forwards = {task.microbatch for task in local.begun if task.kind is F}
-        claimed = sum(asked) + sum(claims.is_own(m) and m not in forwards for m in range(len(asked)))
-        used = step.admission.held + claimed
+        local.is_finished, local.is_quiet = step.finished, True
+        local.takers = {v: tuple(claims.takers) for v, claims in sharing.claims.items()}
+        claimed = 0
+        for v, claims in sharing.claims.items():
+            for m, taker in enumerate(claims.takers):
+                is_asked = claims.is_asked(m)
+                claimed += is_asked or (claims.is_own(m) and Task(F, m, v) not in local.begun)
+                local.is_quiet &= claims.holders[m] >= 0 and (is_asked or taker >= 0)
+        # With several chunks a claim may have to wait for a slot.
+        used = step.admission.held + (claimed if case.chunks == 1 else 0)
         self._found.peak_held = max(self._found.peak_held, used)
-        if used > self._case.limit:
-            self._note(f"{local.rank.name} holds and claims {used}, the limit is {self._case.limit}")
-        if claimed > self._case.depth:
-            self._note(f"{local.rank.name} has claimed {claimed}, the most allowed is {self._case.depth}")
+        if used > case.limit * case.chunks:
+            self._note(f"{local.rank.name} holds and claims {used}, the limit is {case.limit}")
+        if claimed > case.depth * case.chunks:
+            self._note(f"{local.rank.name} has claimed {claimed}, the most allowed is {case.depth} of a chunk")
+        held = core.holding.num_bytes
+        self._found.peak_bytes = max(self._found.peak_bytes, held)
+        if case.most_bytes is not None and held > max(case.most_bytes, *self._sizes):
+            self._note(f"{local.rank.name} holds {held} bytes, the limit is {case.most_bytes}")
         return local
 
     def _check(self, here: Sequence[_Local]) -> None:
@@ -393,11 +420,11 @@ class ClaimSearch:
         self._found.ends += not self._aborts
         takers: dict[int, tuple[int, ...]] = {}
         for local in here:
-            rank = local.rank
             if not local.is_finished:
-                self._note(f"nothing can happen any longer, and {rank.name} has not ended the step")
-            if takers.setdefault(rank.stage, local.takers) != local.takers:
-                self._note(f"{rank.name} has heard of other copies than its counterparts: {local.takers}")
+                self._note(f"nothing can happen any longer, and {local.rank.name} has not ended the step")
+            for v, told in local.takers.items():
+                if takers.setdefault(v, told) != told:
+                    self._note(f"{local.rank.name} has heard of other copies than its counterparts: {told}")
         self._found.takers.add(tuple(takers.values()))
 
     def _note(self, what: str) -> None:

@@ -114,8 +114,8 @@ class DeadlockReport:
 
     def _shared(self, node: Node, step: StepId, sharing: Sharing) -> Iterator[Debt]:
         """Outputs, and what is said of forwards, where replicas share them."""
-        claims, rank = sharing.claims, node.rank
-        (virtual_stage,) = node.core.graph.placement.virtual_stages(rank.stage)
+        rank = node.rank
+        ((virtual_stage, claims),) = sharing.claims.items()
 
         def debt(sort: ClaimSort, forward: Task, sender: Node, receiver: Node) -> Debt:
             return Debt(ClaimMessageId(step.number, sort, forward, sender.rank, receiver.rank), was_sent=True)

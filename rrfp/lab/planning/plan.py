@@ -14,7 +14,7 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import DEFAULT_HINT
 from rrfp.lab.advice.advice import Adviser, Wishes, adviser_of, recording_of
 from rrfp.lab.advice.recorded import RecordedStep
-from rrfp.lab.advice.replays import Interval, Method, Replays, hint_text, limit_text
+from rrfp.lab.advice.replays import Interval, Method, Replays, hint_text
 from rrfp.lab.advice.report import DOUBTFUL
 from rrfp.lab.limit_texts import DEFAULT_LIMIT
 from rrfp.lab.planning.layers import Layers, read_layers
@@ -219,8 +219,7 @@ def _row(name: str, candidate: Candidate, search: Search, steps: RebuiltSteps) -
     interval = Interval(mean, min(each.low for each in saved), max(each.high for each in saved))
     layout, layers, method = candidate.layout, steps.layers, candidate.method
     where = steps.where if layout is None else layout.where
-    text = method.strict if method.hint is None else f"{hint_text(method.hint)}, limit {limit_text(method.limit)}"
-    text = f"{text} (strict)" if method.hint is None else f"{text}, split {candidate.split}"
+    text = str(method) if method.hint is None else f"{method}, split {candidate.split}"
     if candidate.microbatches != search.now.microbatches:
         text += f", {candidate.microbatches} microbatches"
     if candidate.recompute:

@@ -117,7 +117,7 @@ class Search:
         self.peers: dict[str, Candidate] = {}
 
     def run(self) -> None:
-        """Try all; after Ctrl-C, what is known so far."""
+        """Try all; after Ctrl-C, rank what is known so far, if anything is."""
         try:
             self.result(self.now, self._steps.searched)
             self._try_layouts()
@@ -128,6 +128,8 @@ class Search:
         except KeyboardInterrupt:
             self.is_interrupted = True
             self._rank()
+            if not self.ranked:
+                raise
 
     def result(self, candidate: Candidate, numbers: Sequence[int]) -> Result:
         """A candidate on steps of these numbers."""

@@ -224,4 +224,4 @@ class Experiment:
         return None if len({*(planned.sizes() or ())}) < 2 else Experiment(planned, self.method)
 
     def __str__(self) -> str:
-        return f"{self.method.name} ({self.method.kind}) on {self.workload}"
+        return f"{self.method.kind} {self.method.name} on {self.workload}"

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
 from rrfp.lab.sweep.runs import SweepRow
 from rrfp.lab.sweep.summary import MethodSummary, Spread, changing, in_common, label, named, summarise
-from rrfp.lab.traces.pictures import DARK, DPI, MUTED, TEXT_SIZE, TITLE_SIZE, require_matplotlib, save_picture
+from rrfp.lab.traces.pictures import (
+    DARK,
+    DPI,
+    MUTED,
+    TEXT_SIZE,
+    TITLE_SIZE,
+    method_looks,
+    require_matplotlib,
+    save_picture,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +36,6 @@ Box = tuple[float, float, float, float]
 #: The most that a reader can distinguish, and that fits a picture.
 MOST_METHODS, MOST_WORKLOADS = 16, 240
 
-#: Distinct for all common colour blindnesses (Okabe and Ito's palette, black last).
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#000000")
-#: A method's own shape, so that it is recognised without its colour as well; the second round is hollow.
-SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 #: What may be the horizontal axis, the best first.
 ACROSS = ("stages", "microbatches", "tp", "chunks", "jitter", "latency", "placement", "profile", "split", "costs")
 
@@ -89,15 +94,15 @@ class _Picture:
     #: Column of the horizontal axis, and its values.
     across: str
     ticks: list[Any]
-    #: Label -> index in the palette.
-    methods: dict[str, int]
+    #: By label, how its line looks.
+    methods: Mapping[str, Mapping[str, Any]]
     #: What speed-ups are over; None where there are none.
     over: str | None
 
     @classmethod
     def of(cls, rows: Sequence[SweepRow]) -> _Picture:
         groups = summarise(rows)
-        methods = {name: index for index, name in enumerate(dict.fromkeys(group.label for group in groups))}
+        methods = method_looks(dict.fromkeys(group.label for group in groups))
         check_size(len(methods), len({tuple(group.workload.values()) for group in groups}))
         columns = changing(rows)
         across = next((column for column in ACROSS if column in columns), ACROSS[0])
@@ -144,10 +149,10 @@ class _Picture:
     def _draw_panel(self, panel: _Panel, speed: Axes, memory: Axes, *, is_first: bool) -> None:
         from matplotlib.ticker import MaxNLocator
 
-        for name in self.methods:
+        for place, name in enumerate(self.methods):
             groups = [group for group in panel.groups if group.label == name]
-            self._draw_method(speed, name, groups, [self._speed(group) for group in groups])
-            self._draw_method(memory, name, groups, [group.spread("peak_max") for group in groups])
+            self._draw_method(speed, name, place, groups, [self._speed(group) for group in groups])
+            self._draw_method(memory, name, place, groups, [group.spread("peak_max") for group in groups])
         speed.axhline(1, color=MUTED, linewidth=0.8, zorder=0)
         speed.set_title(_wrapped(panel.title, WIDTH), fontsize=TEXT_SIZE, color=DARK, loc="left", pad=4)
         memory.set_xlim(-0.5, len(self.ticks) - 0.5)
@@ -159,11 +164,13 @@ class _Picture:
             _style(axes, text if is_first else "", has_numbers=is_first)
         speed.tick_params(labelbottom=False)
 
-    def _draw_method(self, axes: Axes, name: str, groups: list[MethodSummary], spreads: list[Spread]) -> None:
+    def _draw_method(
+        self, axes: Axes, name: str, place: int, groups: list[MethodSummary], spreads: list[Spread]
+    ) -> None:
         if not groups:
             return
         step = min(APART, SPREAD_OUT / len(self.methods))
-        shift = (self.methods[name] - (len(self.methods) - 1) / 2) * step
+        shift = (place - (len(self.methods) - 1) / 2) * step
         x = [self.ticks.index(group.workload[self.across]) + shift for group in groups]
         mean = [spread.mean for spread in spreads]
         low = [max(0.0, spread.mean - spread.min) for spread in spreads]
@@ -175,11 +182,7 @@ class _Picture:
         return group.spread("ratio") if speed_up is None else speed_up
 
     def _look(self, name: str) -> dict[str, Any]:
-        """Colour and shape; fixed orders are dashed, blocking sends dotted."""
-        turn, index = divmod(self.methods[name], len(COLOURS))
-        face = COLOURS[index] if turn == 0 else "white"
-        look = {"color": COLOURS[index], "marker": SHAPES[index], "markerfacecolor": face, "linestyle": _line(name)}
-        return {**look, "markersize": 4.4, "linewidth": 1.1}
+        return {**self.methods[name], "markersize": 4.4, "linewidth": 1.1}
 
     def _handle(self, name: str) -> Any:
         from matplotlib.lines import Line2D
@@ -223,14 +226,6 @@ class _Layout:
 
     def _box(self, left: float, bottom: float, height: float) -> Box:
         return left / self.width, bottom / self.height, WIDTH / self.width, height / self.height
-
-
-def _line(name: str) -> str:
-    """The style of a method's line."""
-    first, *others = name.split(", ")
-    if not first.endswith("(strict)"):
-        return "-"
-    return ":" if "blocking sends" in others else "--"
 
 
 def _wrapped(text: str, inches: float) -> str:

@@ -173,7 +173,7 @@ def _amount(group: MethodSummary) -> int:
 def label(row: SweepRow) -> str:
     """A method in a few words, with the memory that it may hold."""
     if row.kind == "strict":
-        return f"{row.method} (strict)" + (", blocking sends" if row.sends == "blocking" else "")
+        return f"strict {row.method}" + (", blocking sends" if row.sends == "blocking" else "")
     rule = "" if row.admission in (None, DEFAULT_RULE) else f", {row.admission} rule"
     order = ", natural order" if row.order == "natural" else ""
     sizes = f", {'no' if row.sizes == 'none' else row.sizes} sizes" if row.sizes in ("none", "planned") else ""

@@ -8,11 +8,12 @@ stay as they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
@@ -82,6 +83,23 @@ IDLE_LOOKS = {
     WaitCause.CHOICE: IdleLook(rgb("#fdf1d6"), "\\\\\\\\", rgb("#c98a1b")),
     WaitCause.DRAINED: IdleLook(rgb("#ffffff"), "....", rgb("#a3abb7")),
 }
+
+#: A method's colour and shape: distinct for all common colour blindnesses (Okabe and Ito's palette, black last), and
+#: each is recognised without its colour as well.
+METHOD_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#000000")
+METHOD_SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
+#: Methods that look alike in every picture, in the order of the colours; others have what these leave.
+COMMON_METHODS = (
+    "slot-aware-pyramid, limit 2n",
+    "bf, limit 2n",
+    "slot-aware-pyramid, limit 1f1b",
+    "strict 1f1b, blocking sends",
+    "slot-aware-pyramid, limit n",
+    "strict 1f1b",
+    "bf, limit 1f1b",
+    "slot-aware-pyramid, limit auto",
+)
+
 DARK, LIGHT, MUTED, FRAME = "#1b1f24", "#ffffff", "#5b6470", "#b8bec8"
 
 DPI = 144
@@ -90,6 +108,23 @@ NUMBER_SIZE, TEXT_SIZE, TITLE_SIZE = 6.5, 8.0, 9.0
 
 #: How much white the deepest chunk's colours have.
 _PALEST = 0.5
+
+
+def method_looks(names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Matplotlib's arguments for the line of each method; fixed orders are dashed, blocking sends dotted."""
+    names = tuple(names)
+    places = {name: COMMON_METHODS.index(name) for name in names if name in COMMON_METHODS}
+    free = (place for place in count() if place not in places.values())
+    return {name: _method_look(name, places[name] if name in places else next(free)) for name in names}
+
+
+def _method_look(name: str, place: int) -> Mapping[str, Any]:
+    is_hollow, index = divmod(place, len(METHOD_COLOURS))
+    colour, line = METHOD_COLOURS[index], "-"
+    if name.startswith("strict "):
+        line = ":" if name.endswith("blocking sends") else "--"
+    face = "white" if is_hollow else colour
+    return {"color": colour, "marker": METHOD_SHAPES[index], "markerfacecolor": face, "linestyle": line}
 
 
 def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:

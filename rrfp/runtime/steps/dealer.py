@@ -128,17 +128,10 @@ class ReplicaExchange:
             "kwargs": True,
         }
         self._paces = Paces(self._replica_of)
-        self._is_checked = False
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         """The reports of all ranks about a training step are here."""
         self._paces.observe(reports)
-
-    async def _check_once(self, plan: StepPlan) -> None:
-        """Whatever the caller passed must be able to travel."""
-        if not self._is_checked:  # at once, and not when a rank becomes slow after a day
-            await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
-            self._is_checked = True
 
     async def _all_shares(self, plan: StepPlan, own: GivenShare) -> list[GivenShare]:
         """What the callers of all ranks have; a ProtocolError where the ranks of a replica have not as many."""
@@ -183,9 +176,9 @@ class ReplicaExchange:
             packed.append(payload.sent())
         return packed
 
-    def _message(self, microbatch: int, payload: Payload) -> Message:
+    def _message(self, microbatch: int, payload: Payload, virtual_stage: int = 0) -> Message:
         body = {"structure": payload.structure}
-        task, kind = Task(Kind.F, microbatch, 0), MessageKind.MICROBATCH
+        task, kind = Task(Kind.F, microbatch, virtual_stage), MessageKind.MICROBATCH
         return Message(Channel.FORWARD, kind, self._activity.step, task, payload.tensors, body)
 
     def _payload(self, message: Message) -> Payload:
@@ -204,6 +197,7 @@ class Dealer(ReplicaExchange):
         self._given: tuple[int, ...] = ()
         self._last: Deal | None = None
         self._counts: tuple[int, ...] = ()
+        self._is_checked = False
         self._arrived: dict[Home, Message] = {}
         self._news = asyncio.Event()
 
@@ -241,6 +235,12 @@ class Dealer(ReplicaExchange):
         self._tell(deal)
         self._last = deal
         return await self._exchanged(plan, deal)
+
+    async def _check_once(self, plan: StepPlan) -> None:
+        """Whatever the caller passed must be able to travel."""
+        if not self._is_checked:  # at once, and not when a rank becomes slow after a day
+            await self._on_lane("checking microbatches", lambda: self._packed(plan, range(plan.step.microbatches)))
+            self._is_checked = True
 
     async def _all_sizes(self, plan: StepPlan) -> tuple[list[list[float]], bool]:
         """The sizes of the microbatches that each replica's caller has, and whether all callers know them."""

@@ -17,7 +17,7 @@ from rrfp.core import events as ev
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
 from rrfp.memory.round_trips import FollowedLimits, StageMeasure
-from rrfp.model.tasks import Kind, Mode, StepId
+from rrfp.model.tasks import Kind, Mode
 from rrfp.model.topology import Topology
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Channel, Message, MessageKind
@@ -43,10 +43,10 @@ class LimitFollower:
         self._post = post
         self._now = now
         self._every = 1
-        #: Outputs of the step by stage, and the echoes on their way by number: where to, and since when.
+        #: Outputs of the step by stage, and the echoes on their way by number: to which stage and rank, and since when.
         self._outputs = Counter[int]()
         self._numbers = count()
-        self._out: dict[int, tuple[int, float]] = {}
+        self._out: dict[int, tuple[int, int, float]] = {}
         self._seconds: dict[int, list[float]] = {}
 
     @property
@@ -54,8 +54,14 @@ class LimitFollower:
         """K of this stage in the next step."""
         return self._limits.own(self._topology.stage)
 
-    def open(self, step: StepId) -> None:
-        self._every = -(-step.microbatches // MOST_ECHOES)
+    @property
+    def claimed_ahead(self) -> int:
+        """Forwards that this stage claims before it begins them in the next step, where replicas share them."""
+        return self._limits.claimed_ahead[self._topology.stage]
+
+    def open(self, microbatches: int) -> None:
+        """A step begins, in which this rank sends about so many outputs."""
+        self._every = -(-microbatches // MOST_ECHOES)
         self._outputs.clear()
 
     def on_send(self, send: ev.Send) -> None:
@@ -63,10 +69,10 @@ class LimitFollower:
         if send.task.kind is not Kind.F:
             return
         stage = send.peer
-        if self._outputs[stage] % self._every == 0:
-            number = next(self._numbers)
-            self._out[number] = stage, self._now()
-            self._echo(self._topology.rank_of(stage), number, back=False)
+        if self._outputs[stage] % self._every == 0 and self._outputs[stage] < self._every * MOST_ECHOES:
+            number, rank = next(self._numbers), self._topology.rank_of(stage, send.copy)
+            self._out[number] = stage, rank, self._now()
+            self._echo(rank, number, back=False)
         self._outputs[stage] += 1
 
     def on_message(self, message: Message) -> None:
@@ -76,8 +82,9 @@ class LimitFollower:
         if type(number) is int and back is False:
             self._echo(sender, number, back=True)
             return
-        stage, since = self._out.pop(number, (-1, 0.0)) if type(number) is int else (-1, 0.0)
-        if stage < 0 or self._topology.rank_of(stage) != sender:
+        unknown = -1, -1, 0.0
+        stage, rank, since = self._out.pop(number, unknown) if type(number) is int else unknown
+        if rank != sender:
             raise ProtocolError(f"rank {sender} sent back an echo that it did not get: {dict(body)!r:.80}")
         self._seconds.setdefault(stage, []).append(max(0.0, self._now() - since))
 

@@ -4,14 +4,15 @@ Who runs what is up to `rrfp.core.claims`; this gives its messages their way, an
 that runs it. Before the first task all ranks tell each other how many microbatches their callers have, with weights and
 sizes, so that a microbatch has the same number everywhere. What a caller has passed for it travels on its own, when the
 rank that has it hears who runs it: behind it a forward that needs it waits, though its input be there.
+
+Tensors are packed and copied on the lane only: packed once before the step, and copied by the forward that reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rrfp.compute.payload import Payload
@@ -25,10 +26,15 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.deal import Home
 from rrfp.runtime.steps.dealer import GivenShare, ReplicaExchange, factors_of, first_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
+from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.transports.base import Channel, Message, MessageKind
 
-#: Forwards that a rank has claimed and not begun: one hides the way there and back behind the task before it.
+#: Forwards that a rank has claimed and not begun: one hides the way there and back behind the task before it. With
+#: ``limit="auto"`` ranks claim further ahead where links are slow.
 DEPTH = 1
+
+#: What stands for that which no caller has passed.
+_BLANK: Mapping[str, Any] = {"kwargs": {}}
 
 _EVENTS: Mapping[MessageKind, Callable[[StepId, Task, int], ev.Event]] = {
     MessageKind.OFFERED: ev.Offered,
@@ -37,32 +43,69 @@ _EVENTS: Mapping[MessageKind, Callable[[StepId, Task, int], ev.Event]] = {
 }
 
 
+class _Passed(Sequence[Any]):
+    """What callers have passed, by microbatch; calls ``before`` with the number of one that is read."""
+
+    def __init__(self, values: Sequence[Any], before: Callable[[int], None]) -> None:
+        self._values = values
+        self._before = before
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        numbers = range(len(self._values))[index]
+        if isinstance(numbers, range):
+            return [self[m] for m in numbers]
+        self._before(numbers)
+        return self._values[numbers]
+
+
 class ForwardSharer(ReplicaExchange):
-    """Shares the forwards of each training step; ``on_event`` takes events to ``core``."""
+    """Shares the forwards of each training step; ``on_event`` takes events to ``core``.
+
+    ``limits`` says how far ahead this rank claims, where that follows the links.
+    """
 
     def __init__(
-        self, context: RankContext, core: StageCore, on_event: Callable[[ev.Event], None], *arguments: Any
+        self,
+        context: RankContext,
+        core: StageCore,
+        on_event: Callable[[ev.Event], None],
+        limits: LimitFollower | None,
+        *arguments: Any,
     ) -> None:
         super().__init__(context, *arguments)
         self._core = core
         self._on_event = on_event
+        self._limits = limits
         self._supervisor = context.supervisor
-        self._is_on_device = context.lane.device is not None
-        topology = self._topology
-        #: The ranks of each stage, by replica; a stage's forwards are held by those of the stage before.
-        self._ranks = [topology.mesh.counterparts(topology.rank_of(stage)) for stage in range(topology.stages)]
-        (self._virtual_stage,) = core.graph.placement.virtual_stages(topology.stage)
-        #: The plan of the step as its caller made it; None in a step that is not shared.
-        self._given: StepPlan | None = None
-        #: By microbatch, whose caller has it; and by replica, whether the rank of this stage has data of its own.
+        self._adopt = context.lane.adopt
+        topology, graph = self._topology, core.graph
+        #: By virtual stage, the ranks of its stage by replica; its forwards are held by those of the one before.
+        self._ranks = [topology.mesh.counterparts(topology.rank_of(stage)) for stage in graph.stage_of]
+        #: Of a microbatch, what frees memory on this stage.
+        own = graph.placement.virtual_stages(topology.stage)
+        self._last_tasks = [Task(graph.last_kind(v, Mode.TRAIN), 0, v) for v in own]
+        self._is_first = own[0] == 0
+        #: By microbatch, whose caller has it; empty in a step that is not shared. And by replica, whether the rank of
+        #: this stage has data of its own.
         self._homes: tuple[Home, ...] = ()
         self._have_data: Sequence[bool] = ()
+        #: What this rank's caller has passed, by its own microbatches.
+        self._own: Sequence[Payload] = ()
         #: What the program reads: lists by microbatch.
         self._lists_here: dict[str, list[Any]] = {}
-        #: Microbatches of others whose data are here, and outputs that wait for theirs.
+        #: Microbatches of others whose data are here; those with tensors as they arrived; outputs that wait for theirs.
         self._here: set[int] = set()
+        #: Which of its caller's data each copy has: with several chunks it may run the microbatch more than once.
+        self._given: set[tuple[int, int]] = set()
+        self._arrived: dict[int, Payload] = {}
         self._kept: dict[int, ev.Arrived] = {}
-        self._giving: set[asyncio.Future[None]] = set()
+        #: How much is on its way to others.
+        self._num_leaving = 0
+        self._all_left = asyncio.Event()
+        self._all_left.set()
         self.handlers = {
             **dict.fromkeys(_EVENTS, self._on_claim_message),
             MessageKind.OUTPUT: self._on_output,
@@ -77,12 +120,11 @@ class ForwardSharer(ReplicaExchange):
 
     async def share(self, plan: StepPlan) -> StepPlan:
         """The plan of the microbatches of all replicas, which the program then has room for."""
-        self._given = None
         self._homes, self._lists_here = (), {}
         self._here.clear()
+        self._given.clear()
         if plan.step.mode is not Mode.TRAIN:
             return plan
-        await self._check_once(plan)
         lists = self._lists(plan)
         has_data = any(values is not None for values in lists.values())
         weights = () if plan.weights is None else tuple(map(float, plan.weights))
@@ -96,7 +138,6 @@ class ForwardSharer(ReplicaExchange):
         if all(sum(share.sizes) for share in replicas):
             sizes = tuple(replicas[home.replica].sizes[home.microbatch] for home in self._homes)
         scales = [shares[self._ranks[-1][home.replica]].grad_scale for home in self._homes]
-        self._given = plan
         return await self._on_lane(
             "making room for microbatches", lambda: self._reopened(plan, self._weights(shares), sizes, scales)
         )
@@ -124,18 +165,21 @@ class ForwardSharer(ReplicaExchange):
     ) -> StepPlan:
         """The plan of all microbatches, with which the program begins the step anew."""
         own, count = self._topology.replica, len(self._homes)
+        if self._is_first or self._have_data[own]:
+            self._own = self._packed(plan, range(plan.step.microbatches))
         batch = plan.batch_of(self._topology.stage)
         for name, is_used in self._used.items():
             values = getattr(batch, name)
             if is_used and (values is not None or any(self._have_data)):
-                blank: Any = {} if name == "kwargs" else None
+                blank = _BLANK.get(name)
                 self._lists_here[name] = [
                     blank if values is None or home.replica != own else values[home.microbatch] for home in self._homes
                 ]
+        passed = {name: _Passed(values, self._copy) for name, values in self._lists_here.items()}
         new = Batch(
-            self._lists_here.get("inputs"),
-            self._lists_here.get("targets"),
-            self._lists_here.get("kwargs"),
+            passed.get("inputs"),
+            passed.get("targets"),
+            passed.get("kwargs"),
             factors_of(batch).dealt(weights, grad_scales),
             batch.return_outputs,
             batch.training_step,
@@ -144,7 +188,8 @@ class ForwardSharer(ReplicaExchange):
         step = plan.step._replace(microbatches=count)
         self._program.reopen(step, new)
         paces = self._paces.of(self._counterparts)
-        pool = ev.Pool(own, len(self._counterparts), tuple(home.replica for home in self._homes), DEPTH, paces)
+        depth = DEPTH if self._limits is None else self._limits.claimed_ahead
+        pool = ev.Pool(own, len(self._counterparts), tuple(home.replica for home in self._homes), depth, paces)
         return replace(
             plan,
             step=step,
@@ -158,9 +203,10 @@ class ForwardSharer(ReplicaExchange):
         )
 
     async def settle(self) -> None:
-        """Wait until what the caller passed is no longer read by others."""
-        if self._giving:
-            await asyncio.gather(*self._giving)
+        """Wait until what the caller passed is no longer read by others, and forget what theirs passed."""
+        await self._all_left.wait()
+        self._own = ()
+        self._forget(self._here)
 
     # What the core asks for.
 
@@ -168,8 +214,7 @@ class ForwardSharer(ReplicaExchange):
         self._tell(MessageKind.OFFERED, offer.task, self._copies_of(offer.task))
 
     def _claim(self, claim: ev.Claim) -> None:
-        stage = max(0, self._topology.stage - 1)
-        self._tell(MessageKind.CLAIMED, claim.task, [self._ranks[stage][claim.copy]])
+        self._tell(MessageKind.CLAIMED, claim.task, [self._holders_of(claim.task)[claim.copy]])
 
     def _grant(self, grant: ev.Grant) -> None:
         copies = self._copies_of(grant.task)
@@ -178,30 +223,28 @@ class ForwardSharer(ReplicaExchange):
 
     def _give(self, give: ev.Give) -> None:
         """Send what the caller has passed for a microbatch to the rank that runs it."""
-        if self._topology.stage and not self._have_data[self._topology.replica]:
+        _, m, virtual_stage = give.task
+        is_known = (m, give.copy) in self._given or not self._have_data[self._topology.replica]
+        if virtual_stage and is_known:
             return
-        giving = asyncio.ensure_future(self._send_given(give))
-        self._giving.add(giving)
-        giving.add_done_callback(partial(self._given_away, give.task))
+        self._given.add((m, give.copy))
+        self._num_leaving += 1
+        self._all_left.clear()
+        self._supervisor.spawn(self._send_given(give), give.task)
 
     async def _send_given(self, give: ev.Give) -> None:
-        plan, m = self._given, give.task.microbatch
-        assert plan is not None, "the step is not shared"
-        number = self._homes[m].microbatch
-        (payload,) = (
-            await self._on_lane("packing microbatches", lambda: self._packed(plan, [number]))
-            if self._is_on_device
-            else self._packed(plan, [number])
-        )
-        await self._messenger.send_to(self._counterparts[give.copy], self._message(m, payload))
-
-    def _given_away(self, task: Task, giving: asyncio.Future[None]) -> None:
-        self._giving.discard(giving)
-        if not giving.cancelled() and (error := giving.exception()) is not None:
-            self._fail(error, task)
+        m = give.task.microbatch
+        message = self._message(m, self._own[self._homes[m].microbatch], give.task.virtual_stage)
+        await self._messenger.send_to(self._counterparts[give.copy], message)
+        self._num_leaving -= 1
+        if not self._num_leaving:
+            self._all_left.set()
 
     def _copies_of(self, task: Task) -> Sequence[int]:
-        return self._ranks[self._core.graph.stage_of[task.virtual_stage]]
+        return self._ranks[task.virtual_stage]
+
+    def _holders_of(self, task: Task) -> Sequence[int]:
+        return self._ranks[max(0, task.virtual_stage - 1)]
 
     def _tell(self, kind: MessageKind, task: Task, ranks: Sequence[int], copy: int | None = None) -> None:
         own = self._topology.replica if copy is None else copy
@@ -217,12 +260,11 @@ class ForwardSharer(ReplicaExchange):
         copy = message.body.get("copy")
         if step is None or task is None or type(copy) is not int or not 0 <= copy < len(self._counterparts):
             raise ProtocolError(f"rank {sender} sent {kind.value!r} with what cannot be read")
+        if not 0 <= task.virtual_stage < len(self._ranks):
+            raise ProtocolError(f"rank {sender} sent {kind.value!r} of {task}, which no stage runs")
         if kind is not MessageKind.GRANTED and copy != self._replica_of[sender]:
             raise ProtocolError(f"rank {sender} sent {kind.value!r} of {task} for copy {copy}")
-        stage = self._topology.stage
-        holder, taker = max(0, stage - 1), min(stage + 1, self._topology.stages - 1)
-        allowed = [*self._ranks[taker], *self._counterparts] if kind is MessageKind.CLAIMED else self._ranks[holder]
-        if sender not in allowed:
+        if sender not in (self._copies_of(task) if kind is MessageKind.CLAIMED else self._holders_of(task)):
             raise ProtocolError(f"rank {sender} sent {kind.value!r} of {task}, which it neither holds nor runs")
         self._on_event(_EVENTS[kind](step, task, copy))
 
@@ -230,54 +272,64 @@ class ForwardSharer(ReplicaExchange):
         """An OUTPUT arrived: of a forward that runs here behind the data of its microbatch."""
         arrived = self._messenger.received_output(message)
         m, step = arrived.task.microbatch, self._activity.step
-        if self._given is not None and arrived.step == step and arrived.task.kind is F and self._lacks(m):
+        is_forward = self._homes and arrived.step == step and arrived.task.kind is F
+        if is_forward and self._lacks(m, arrived.task.virtual_stage + 1):
             self._kept[m] = arrived
         else:
             self._on_event(arrived)
 
-    def _lacks(self, microbatch: int) -> bool:
-        """Whether data of a microbatch are still to come."""
+    def _lacks(self, microbatch: int, virtual_stage: int) -> bool:
+        """Whether data that a forward needs are still to come."""
         if not 0 <= microbatch < len(self._homes) or microbatch in self._here:
             return False
         home = self._homes[microbatch].replica
-        # On the first stage the data are the grant, be they none.
-        return home != self._topology.replica and (not self._topology.stage or self._have_data[home])
+        # On the first virtual stage the data are the grant, be they none.
+        return home != self._topology.replica and (not virtual_stage or self._have_data[home])
 
     def _on_microbatch(self, message: Message) -> None:
         """What another caller has passed for a microbatch that runs here arrived."""
         step, task, sender = self._activity.step, message.task, message.sender
         if sender not in self._counterparts or task is None:
             raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage")
-        if self._given is None or message.step != step:
+        if not self._homes or step is None or message.step != step:
             raise ProtocolError(f"rank {sender} sent a microbatch of {message.step} in {step}")
         m = task.microbatch
-        if not self._lacks(m) or self._homes[m].replica != self._replica_of[sender]:
+        if not self._lacks(m, task.virtual_stage) or self._homes[m].replica != self._replica_of[sender]:
             raise ProtocolError(f"rank {sender} sent microbatch {m}, which is here, or of another replica")
-        payload = self._payload(message)
-        if self._is_on_device:
-            self._supervisor.spawn(self._take_on_lane(m, payload))
-        else:
-            self._take(m, payload)
-            self._taken(m)
+        self._forget([each for each in self._here if self._has_run(each)])
+        self._arrived[m] = payload = self._payload(message)
+        self._put(m, payload)
+        self._here.add(m)
+        if not task.virtual_stage:
+            self._on_event(ev.Granted(step, task, self._topology.replica))
+        elif (arrived := self._kept.pop(m, None)) is not None:
+            self._on_event(arrived)
 
-    async def _take_on_lane(self, microbatch: int, payload: Payload) -> None:
-        tensors = [tensor for tensor in payload.tensors if tensor is not None]
-        await self._on_lane("taking microbatches", lambda: self._take(microbatch, payload), tensors)
-        self._taken(microbatch)
-
-    def _take(self, microbatch: int, payload: Payload) -> None:
-        # A module may write into its inputs; what arrived is read-only.
-        copied = tuple([tensor if tensor is None else tensor.clone() for tensor in payload.tensors])
-        fields = unpacked_fields(Payload(copied, payload.structure))
+    def _put(self, microbatch: int, payload: Payload) -> None:
+        """Put what another caller has passed where the program reads it."""
+        fields = unpacked_fields(payload)
         for name, values in self._lists_here.items():
             if (value := fields.get(name)) is not None:
                 values[microbatch] = value
 
-    def _taken(self, microbatch: int) -> None:
-        """The data of a microbatch are where the program reads them."""
-        self._here.add(microbatch)
-        step = self._activity.step
-        if self._topology.stage == 0 and step is not None:
-            self._on_event(ev.Granted(step, Task(F, microbatch, self._virtual_stage), self._topology.replica))
-        elif (arrived := self._kept.pop(microbatch, None)) is not None:
-            self._on_event(arrived)
+    def _copy(self, microbatch: int) -> None:
+        """The program reads what a caller has passed: in a task, that of others is copied first."""
+        # A module may write into its inputs; what arrived is read-only.
+        if microbatch in self._arrived and self._executor.computes_here():
+            payload = self._arrived.pop(microbatch)
+            self._adopt(tensor for tensor in payload.tensors if tensor is not None)
+            copied = [tensor if tensor is None else tensor.clone() for tensor in payload.tensors]
+            self._put(microbatch, Payload(tuple(copied), payload.structure))
+
+    def _has_run(self, microbatch: int) -> bool:
+        """Whether all tasks of a microbatch on this stage have ended, or run on other copies."""
+        step, in_flight = self._core.step, self._core.in_flight
+        last = [task._replace(microbatch=microbatch) for task in self._last_tasks]
+        return step is not None and all(step.readiness.is_available(t) and t not in in_flight for t in last)
+
+    def _forget(self, microbatches: Iterable[int]) -> None:
+        """Drop what other callers have passed."""
+        for m in microbatches:
+            self._arrived.pop(m, None)
+            for name, values in self._lists_here.items():
+                values[m] = _BLANK.get(name)
