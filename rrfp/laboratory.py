@@ -65,6 +65,7 @@ COMMAND_CLASSES: Mapping[str, str] = {
 METHODS: Mapping[str, str] = {
     "Pipeline.advise": "rrfp.lab.advice.advice:AdvisedTrace",
     "Pipeline._repr_html_": "rrfp.lab.report.inline:pipeline_html",
+    "Recording.replay": "rrfp.lab.replay:replay",
     "StepTrace._repr_html_": "rrfp.lab.report.inline:trace_html",
 }
 

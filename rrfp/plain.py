@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,13 @@ def text(field: str, value: object, *, error: MakeError = config_error) -> str:
     """A string that is not empty."""
     if type(value) is not str or not value:
         raise error(field, f"is {shown(value)}, must be a string that is not empty")
+    return value
+
+
+def one_of(names: Sequence[str], field: str, value: object, *, error: MakeError = config_error) -> Any:
+    """One of the ``names``."""
+    if value not in names:
+        raise error(field, f"is {shown(value)}, must be one of: {', '.join(names)}")
     return value
 
 

@@ -19,6 +19,14 @@ FILE_WIDTH = 140
 GAP = 2
 
 
+def mebibytes(num_bytes: int) -> str:
+    """A number of bytes in MiB; one digit of less than 0.1, which would look like nothing."""
+    amount = num_bytes / (1 << 20)
+    if 0 < amount < 0.1:
+        return f"{amount:.1g}"
+    return f"{amount:.{1 if amount < 1000 else 0}f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column of a table."""

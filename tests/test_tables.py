@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rrfp.tables import Column, fitted
+from rrfp.tables import Column, fitted, mebibytes
 
 KEYS = [Column("method", ["bf", "slot-aware-pyramid"], "left")]
 COLUMNS = [
@@ -53,3 +53,11 @@ def test_nothing_is_cut_off_and_every_part_names_its_rows(width: int) -> None:
         for text in (column.head, *column.cells):
             assert set(text.split()) <= set(words)
     assert all(part[-2].startswith("bf ") and part[-1].startswith("slot-aware-pyramid ") for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0.0"), (1 << 10, "0.001"), (24_000, "0.02"), (1 << 19, "0.5"), (264 << 20, "264.0"), (3 << 30, "3072")],
+)
+def test_a_little_memory_does_not_look_like_none(num_bytes: int, shown: str) -> None:
+    assert mebibytes(num_bytes) == shown

@@ -13,7 +13,7 @@ from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, 
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.core.usage import Peaks
 from rrfp.plain import or_none, whole
-from rrfp.tables import Column, fitted
+from rrfp.tables import Column, fitted, mebibytes
 from rrfp.trace.breakdown import Breakdown
 
 if TYPE_CHECKING:
@@ -191,9 +191,9 @@ def _tables(stages: tuple[StageFigures, ...], width: int) -> list[Table]:
         if not is_optional or any(value(stage.breakdown) > 0.005 * stage.breakdown.step for stage, _ in rows)
     ]
     columns += [
-        Column("sent MiB", of_stages(lambda stage: _mebibytes(stage.sent_bytes))),
+        Column("sent MiB", of_stages(lambda stage: mebibytes(stage.sent_bytes))),
         Column("held", of_ranks(lambda stage, peaks: _limited(str(peaks.held), stage.slots, str))),
-        Column("MiB", of_ranks(lambda s, peaks: _limited(_mebibytes(peaks.num_bytes), s.byte_limit, _mebibytes))),
+        Column("MiB", of_ranks(lambda s, peaks: _limited(mebibytes(peaks.num_bytes), s.byte_limit, mebibytes))),
     ]
     return fitted(keys, columns, width)
 
@@ -210,10 +210,6 @@ def _percent(part: Callable[[Breakdown], float], stage: StageFigures) -> str:
 
 def _limited(value: str, limit: int | None, text: Callable[[int], str]) -> str:
     return value if limit is None else f"{value}/{text(limit)}"
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.1f}"
 
 
 def _clock(seconds: float) -> str:

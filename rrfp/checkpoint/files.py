@@ -149,7 +149,6 @@ class Contents(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, *, trust_pickles: bool) -> Contents:
-        """Read the metadata."""
         raw = (path / METADATA).read_bytes()
         sums = _read_sums(path)
         if sums is not None:
@@ -166,12 +165,10 @@ class Contents(NamedTuple):
         return cls(path, metadata, sums, trust_pickles)
 
     def files(self, entries: Iterable[str]) -> set[str]:
-        """The files that hold these entries."""
         wanted = set(entries)
         return {each.relative_path for index, each in self.metadata.storage_data.items() if index.fqn in wanted}
 
     def check(self, files: Sequence[str]) -> None:
-        """Compare files with their digests."""
         for name in files if self.sums is not None else ():
             with (self.path / name).open("rb") as file:
                 _compare(name, hashlib.file_digest(file, "sha256").hexdigest(), self.sums)
@@ -266,7 +263,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _unpickled(raw: bytes) -> Any:
-    """What the pickle describes, of stand-ins."""
     # Python's reader makes room for the highest number of a part before it reads that part: terabytes, of damage.
     if any("PUT" in opcode.name and int(argument or 0) > len(raw) for opcode, argument, _ in pickletools.genops(raw)):
         raise ValueError("it numbers more parts than it can have")

@@ -34,7 +34,6 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether its metadata is there."""
         return (self.path / ".metadata").is_file()
 
 

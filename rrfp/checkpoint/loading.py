@@ -153,7 +153,6 @@ def _unreadable(chosen: Path) -> Iterator[None]:
 
 
 def open_checkpoint(path: Path, *, trust_pickles: bool, rank: int) -> Contents:
-    """The contents of a complete checkpoint."""
     if not (path / METADATA).is_file():
         raise ConfigError(f"path is {str(path)!r}, must be the folder of a complete checkpoint: it has no {METADATA}")
     contents = Contents.of(path, trust_pickles=trust_pickles)

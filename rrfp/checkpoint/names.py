@@ -68,7 +68,6 @@ def state_names(modules: Modules) -> set[str]:
 
 
 def collision(name: str, places: str) -> ConfigError:
-    """The error for a name with several values."""
     return ConfigError(
         f"modules: {places} have the name {name!r} for different values, must have the whole model's names: pass "
         "modules={'layers.4': block, ...}, with the name of each module in the whole model, which in a part of a graph "
@@ -131,7 +130,6 @@ def grouped(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
 
 
 def names_of(parameter: Tensor, names: Mapping[int, list[str]]) -> list[str]:
-    """The names of an optimizer's parameter."""
     if id(parameter) not in names:
         shape = tuple(parameter.shape)
         raise ConfigError(f"optimizer has a parameter of shape {shape} that is in none of modules: must be of them")

@@ -153,7 +153,6 @@ def _check_equal(paths: Mapping[str, Path | None], ranks: Ranks) -> None:
 
 
 def _chosen(path: Path, ranks: Ranks) -> Path:
-    """The folder of one checkpoint."""
     if ranks.from_first((path / METADATA).is_file()):
         return path
     newest = latest(path)

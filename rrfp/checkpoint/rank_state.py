@@ -43,7 +43,6 @@ class Place(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """The name of this rank's entry."""
         return f"ranks.{self.replica}.{self.stage}.{self.rank}"
 
 
@@ -53,7 +52,6 @@ def saved_places(names: Iterable[str]) -> list[Place]:
 
 
 def replicas_of(places: Iterable[Place]) -> int:
-    """How many replicas there are."""
     return len({each.replica for each in places})
 
 

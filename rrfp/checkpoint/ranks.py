@@ -68,7 +68,6 @@ class Ranks:
         return [value[:length].numpy().tobytes() for value, length in zip(values, lengths, strict=True)]
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
         return self.gather(value)[0]
 
     @contextmanager

@@ -30,7 +30,6 @@ class Command(TyperCommand):
         """Refuse options that do not go together."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the line."""
         line = list(args)
         try:
             rest: list[str] = super().parse_args(ctx, args)
@@ -194,7 +193,6 @@ def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 
 def listed(name: str, text: str) -> list[str]:
-    """The values between commas."""
     values = [value.strip() for value in text.split(",")]
     for value in values:
         if values.count(value) > 1:

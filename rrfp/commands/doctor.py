@@ -62,7 +62,6 @@ class GpuReport:
     gpus: tuple[Gpu, ...] = ()
 
     def missing(self) -> str:
-        """The reason why there is no device."""
         driver = "no driver found" if self.driver_cuda is None else f"{self._driver_text()} found"
         if self.torch_cuda is None:
             return f"no CUDA device: torch {self.torch} is built without CUDA ({driver})"
@@ -70,7 +69,6 @@ class GpuReport:
         return f"no CUDA device: torch {self.torch} is built for CUDA {self.torch_cuda}, {driver}{variable}"
 
     def lines(self) -> dict[str, str]:
-        """A line of versions, and one for each device."""
         count = len(self.gpus)
         lines = {
             "cuda": f"{count} device{'s' * (count > 1)}; torch is built for CUDA {self.torch_cuda}, "

@@ -13,7 +13,7 @@ import typer
 
 from rrfp.commands.output import Json, print_json
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.tables import Column, fitted, terminal
+from rrfp.tables import Column, fitted, mebibytes, terminal
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -284,7 +284,7 @@ def _part(part: int | None, whole: int | None) -> str:
 def _mebibytes(held: int | None, limit: int | None) -> str:
     if held is None:
         return ""
-    return f"{held / 2**20:.1f}" if limit is None else f"{held / 2**20:.1f}/{limit / 2**20:.1f}"
+    return mebibytes(held) if limit is None else f"{mebibytes(held)}/{mebibytes(limit)}"
 
 
 def _number(count: int | None) -> str:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from rrfp.errors import ConfigError
@@ -28,6 +29,13 @@ from rrfp.model.tasks import Mode
 
 #: The functions that pack and unpack a tensor that autograd saves.
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+#: Where torch keeps its functions for modes, which have no types.
+_functions: Any = torch.overrides
+_dispatches: Any = _python_dispatch
+
+#: Reads the innermost default hooks; its argument is for compilers.
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 #: Held while a caller's modes are entered: they are the caller's objects, and a process may have several lanes.
 _entering = threading.Lock()
@@ -47,11 +55,10 @@ class ThreadModes:
     @classmethod
     def read(cls) -> ThreadModes | None:
         """Those of the calling thread; None if there are none, or none can be read."""
-        private = _private()
-        if private is None:
+        if not _are_readable():
             return None
-        functions = tuple(mode for mode in private.functions() if not isinstance(mode, DeviceContext))
-        modes = cls(functions, tuple(private.dispatch()), private.hooks(False))
+        functions, dispatch, hooks = _active()
+        modes = cls(tuple(mode for mode in functions if not isinstance(mode, DeviceContext)), tuple(dispatch), hooks)
         return modes if modes.functions or modes.dispatch or modes.hooks is not None else None
 
     @contextmanager
@@ -59,15 +66,13 @@ class ThreadModes:
         """Within, they are active on the calling thread too; one thread at a time."""
         # Why push them, and not enter them with `with`? The caller has entered them, and their __enter__ has side
         # effects.
-        private = _private()
-        assert private is not None, "modes were read, so they can be entered"
         with _entering, ExitStack() as stack:
             for mode in self.functions:
-                private.push_function(mode)
-                stack.callback(private.pop_function)
+                _functions._push_mode(mode)
+                stack.callback(_functions._pop_mode)
             for mode in self.dispatch:
-                private.push_dispatch(mode)
-                stack.callback(private.pop_dispatch, getattr(mode, "_mode_key", None))
+                _dispatches._push_mode(mode)
+                stack.callback(_dispatches._pop_mode, getattr(mode, "_mode_key", None))
             if self.hooks is not None:
                 stack.enter_context(saved_tensors_hooks(*self.hooks))
             yield
@@ -75,8 +80,8 @@ class ThreadModes:
 
 def saved_tensor_hooks() -> Hooks | None:
     """The default saved-tensor hooks of the calling thread; None if there are none."""
-    private = _private()
-    return None if private is None else private.hooks(False)
+    hooks: Hooks | None = _top_hooks(False) if _are_readable() else None
+    return hooks
 
 
 def out_of_reach() -> str | None:
@@ -89,7 +94,7 @@ def out_of_reach() -> str | None:
             "torch.profiler.profile the argument "
             "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
         )
-    if _private() is None:
+    if not _are_readable():
         clauses.append(
             f"torch {torch.__version__} does not let torch-function modes, dispatch modes and saved-tensor hooks be "
             "read, so those of the caller do not act on tasks: enter them inside the module's forward"
@@ -97,63 +102,38 @@ def out_of_reach() -> str | None:
     return "; ".join(clauses) or None
 
 
-class _Private(NamedTuple):
-    """Private functions of torch."""
-
-    #: The calling thread's torch-function modes.
-    functions: Callable[[], Sequence[Any]]
-    #: Enters a torch-function mode.
-    push_function: Callable[[Any], object]
-    #: Leaves the last one.
-    pop_function: Callable[[], object]
-    #: The calling thread's dispatch modes.
-    dispatch: Callable[[], Sequence[Any]]
-    #: Enters a dispatch mode.
-    push_dispatch: Callable[[Any], object]
-    #: Leaves the last one of a kind; None is the kind of user modes.
-    pop_dispatch: Callable[[Any], object]
-    #: The innermost default hooks; its argument is for compilers.
-    hooks: Callable[[bool], Hooks | None]
-
-
 @lru_cache(maxsize=1)
-def _private() -> _Private | None:
-    """The private functions; None if this version of torch lacks one."""
+def _are_readable() -> bool:
+    """Whether this version of torch has all private functions, and they do what they did."""
     try:
-        from torch import overrides
-        from torch.utils import _python_dispatch as dispatch
-
-        private = _Private(
-            overrides._get_current_function_mode_stack,
-            overrides._push_mode,
-            overrides._pop_mode,
-            dispatch._get_current_dispatch_mode_stack,
-            dispatch._push_mode,
-            dispatch._pop_mode,
-            torch._C._autograd._top_saved_tensors_default_hooks,
-        )
-        function, dispatched = overrides.TorchFunctionMode(), dispatch.TorchDispatchMode()  # type: ignore[no-untyped-call]
-        return private if _works(private, function, dispatched) else None
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError):
-        return None
+        return _modes_work()
+    except (AttributeError, TypeError, ValueError, RuntimeError, AssertionError):
+        return False
 
 
-def _works(private: _Private, function: Any, dispatch: Any) -> bool:
+def _modes_work() -> bool:
     """Whether modes can be read on this thread, and are gone after leaving."""
+    function, dispatch = _functions.TorchFunctionMode(), _dispatches.TorchDispatchMode()
     hooks: Hooks = (_same, _same)
-    before = private.functions(), private.dispatch(), private.hooks(False)
-    private.push_function(function)
+    before = _active()
+    _functions._push_mode(function)
     try:
-        private.push_dispatch(dispatch)
+        _dispatches._push_mode(dispatch)
         try:
             with saved_tensors_hooks(*hooks):
-                is_read = private.functions()[-1] is function and private.dispatch()[-1] is dispatch
-                is_read = is_read and private.hooks(False) == hooks
+                functions, dispatches, found = _active()
+                is_read = functions[-1] is function and dispatches[-1] is dispatch and found == hooks
         finally:
-            private.pop_dispatch(None)
+            _dispatches._pop_mode(None)
     finally:
-        private.pop_function()
-    return is_read and before == (private.functions(), private.dispatch(), private.hooks(False))
+        _functions._pop_mode()
+    return is_read and before == _active()
+
+
+def _active() -> tuple[Sequence[Any], Sequence[Any], Hooks | None]:
+    """The calling thread's torch-function modes, dispatch modes, and innermost default hooks."""
+    functions, dispatches = _functions._get_current_function_mode_stack, _dispatches._get_current_dispatch_mode_stack
+    return functions(), dispatches(), _top_hooks(False)
 
 
 def _same(value: Any) -> Any:

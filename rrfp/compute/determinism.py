@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ def not_promised(types: Iterable[str]) -> list[str]:
 
 def check_torch(types: Collection[str]) -> None:
     """Refuse settings under which two runs differ; log `not_promised`."""
-    if "cuda" in types and (missing := missing_on_cuda(CudaSettings.here())):
+    if "cuda" in types and (missing := missing_on_cuda()):
         raise ConfigError(
             f"deterministic=True on CUDA needs {', and '.join(missing)}; set them before the first kernel"
         )
@@ -50,33 +49,17 @@ def check_torch(types: Collection[str]) -> None:
         logger.warning("deterministic=True orders tasks; torch itself does not promise: %s", "; ".join(clauses))
 
 
-@dataclass(frozen=True, slots=True)
-class CudaSettings:
-    """What decides whether CUDA kernels give the same bits in each run."""
-
-    #: Whether torch refuses operators without a deterministic implementation.
-    is_strict: bool
-    #: Whether cuDNN picks algorithms by a measurement.
-    measures: bool
-    #: The variable CUBLAS_WORKSPACE_CONFIG.
-    workspace: str | None
-
-    @classmethod
-    def here(cls) -> CudaSettings:
-        return cls(_is_strict(), torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-
-
-def missing_on_cuda(settings: CudaSettings) -> list[str]:
+def missing_on_cuda() -> list[str]:
     """The settings that CUDA needs for the same bits, each with the reason."""
-    missing = []
-    if not settings.is_strict:
+    missing, workspace = [], os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if not _is_strict():
         missing.append("torch.use_deterministic_algorithms(True), without warn_only: some kernels add in any order")
-    if settings.measures:
+    if torch.backends.cudnn.benchmark:
         missing.append("torch.backends.cudnn.benchmark = False: a measurement picks among algorithms")
-    if settings.workspace not in _CUBLAS_FIXED:
+    if workspace not in _CUBLAS_FIXED:
         allowed = " or ".join(_CUBLAS_FIXED)
         missing.append(
-            f"the environment variable CUBLAS_WORKSPACE_CONFIG, which is {settings.workspace!r}, to be {allowed}: "
+            f"the environment variable CUBLAS_WORKSPACE_CONFIG, which is {workspace!r}, to be {allowed}: "
             "cuBLAS on several streams shares its workspace otherwise"
         )
     return missing

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -113,13 +113,7 @@ class SharedGradientWeights(Sequence[float]):
     def __len__(self) -> int:
         return len(self._weights)
 
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[float]: ...
-
-    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+    def __getitem__(self, index: Any) -> Any:
         assert self._factors is not None, "the weights of the other replicas are not known yet"
         return self._factors[index]
 

@@ -43,7 +43,6 @@ class Mailbox:
         self.returned.open(mode)
 
     def put_forward(self, task: Task, output: Payload) -> None:
-        """Keep the output of an F."""
         self._forward[task] = output
 
     def put_backward(self, task: Task, grads: Sequence[Payload]) -> None:
@@ -84,7 +83,6 @@ class Mailbox:
         self._backward.pop(task, None)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._forward.clear()
         self._backward.clear()
 

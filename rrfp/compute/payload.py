@@ -29,7 +29,6 @@ _REMEDY = "return a tuple or a dict instead (x._asdict())"
 
 
 def is_named(value: object) -> bool:
-    """Whether ``value`` is a named tuple."""
     return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
 
 

@@ -182,7 +182,6 @@ class Received:
         return [tensor for payload in self.payloads for tensor in payload.tensors if tensor is not None]
 
     def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:
-        """See :meth:`ReadOnly.check`."""
         self._watch.check(module, virtual_stage, when)
 
     def gradients(self) -> tuple[Payload, ...]:

@@ -331,7 +331,6 @@ class TorchStage(StageProgram):
         self._state.open(step)
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """See :meth:`StageProgram.forward`."""
         assert self._step is not None
         step = self._batch.training_step
         with self._watching(task):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
-from rrfp.costs.table import MATRICES, OPTIONAL_MATRICES, CostTable, Matrix, checked_sizes
+from rrfp.costs.table import MATRICES, OPTIONAL_MATRICES, CostTable, Matrix
 from rrfp.errors import ConfigError, Faults
 from rrfp.model.plain_graph import checked_list, graph_from_plain, graph_to_plain, listed
 from rrfp.model.visits import Skipped
@@ -60,28 +60,6 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
         return from_json(text)
     except ConfigError as error:
         raise ConfigError.joining(f"{os.fspath(path)}: {text}" for text in error.faults or (str(error),)) from None
-
-
-def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, ...]:
-    """Read the sizes of ``microbatches`` microbatches, in any unit: a JSON list of numbers.
-
-    Anything else is a ConfigError of one line that names the file.
-    """
-    name = os.fspath(path)
-    try:
-        sizes = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"sizes is {name!r}, must be planned or a file ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"sizes: {name}: is not JSON ({json_fault(error)})") from None
-    try:
-        if not isinstance(sizes, list):
-            raise ConfigError("not a list")
-        return checked_sizes(sizes, microbatches)
-    except ConfigError:
-        raise ConfigError(
-            f"sizes: {name}: must be a list of {microbatches} finite numbers >= 0, one a microbatch"
-        ) from None
 
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:

@@ -79,7 +79,6 @@ class CudaEvent(Event):
         return elapsed / 1e3
 
     def release(self) -> None:
-        """See :meth:`Event.release`."""
         self._kept = None
         self._pool.put(self)
 
@@ -205,7 +204,6 @@ class CudaStream(Stream):
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
-        """See :meth:`Stream.issuing`."""
         # Why the device too? A thread's current one is 0 at first. Leaving the stream's block would go back to it by a
         # call that makes a CUDA context there, in every process of the host.
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
@@ -219,17 +217,14 @@ class CudaStream(Stream):
 
     @property
     def strayed(self) -> bool:
-        """See :attr:`Stream.strayed`."""
         return self._strayed
 
     def record(self, *, is_timed: bool = False) -> Event:
-        """See :meth:`Stream.record`."""
         event = self._device.event(is_timed=is_timed)
         event.record(self.stream, self.kept)
         return event
 
     def wait(self, event: Event) -> None:
-        """See :meth:`Stream.wait`."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
@@ -271,15 +266,12 @@ class CudaDevice(Device):
         return made
 
     def current_stream(self) -> Stream:
-        """See :meth:`Device.current_stream`."""
         return CudaStream(self, torch.cuda.current_stream(self.index))
 
     def holds(self, tensor: Tensor) -> bool:
-        """See :meth:`Device.holds`."""
         return tensor.is_cuda and tensor.get_device() == self.index
 
     def note_use(self, tensor: Tensor, stream: Stream) -> None:
-        """See :meth:`Device.note_use`."""
         assert isinstance(stream, CudaStream)
         for part in _dense_parts(tensor):
             if stream.is_own:
@@ -292,7 +284,6 @@ class CudaDevice(Device):
         _noted.keep_all()
 
     def empty(self, tensor: Tensor) -> Tensor:
-        """See :meth:`Device.empty`."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("cuda", self.index))
 
     def empty_on_host(self, tensor: Tensor) -> Tensor:
@@ -302,7 +293,6 @@ class CudaDevice(Device):
         return made
 
     def pin(self, memory: Tensor) -> bool:
-        """See :meth:`Device.pin`."""
         if (runtime := _runtime()) is None:
             return False
         with torch.cuda.device(self.index):
@@ -314,19 +304,16 @@ class CudaDevice(Device):
         return False
 
     def unpin(self, memory: Tensor) -> None:
-        """See :meth:`Device.unpin`."""
         with torch.cuda.device(self.index):
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
     def memory(self) -> DeviceMemory:
-        """See :meth:`Device.memory`."""
         allocated = torch.cuda.memory_allocated(self.index)
         return DeviceMemory(
             allocated, torch.cuda.memory_reserved(self.index), torch.cuda.max_memory_allocated(self.index)
         )
 
     def explain(self, error: Exception) -> Exception:
-        """See :meth:`Device.explain`."""
         error.add_note(
             "kernels run later than they are launched: this task, or its Python line, may be a later one than the "
             "traceback shows; CUDA_LAUNCH_BLOCKING=1 shows the line"

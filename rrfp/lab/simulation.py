@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rrfp.core.ready_set import MicrobatchOrder, forced_by
 from rrfp.core.usage import Peaks
-from rrfp.costs.table import CostTable, Matrix
+from rrfp.costs.table import CostTable, Matrix, checked_sizes
 from rrfp.engine.bound import lower_bound
 from rrfp.engine.engine import graph_of, run
 from rrfp.engine.record import EngineResult
@@ -23,6 +26,7 @@ from rrfp.memory.round_trips import Pace, RoundTripRule, StageMeasure
 from rrfp.memory.rules import RuleContext
 from rrfp.memory.size_order import followed, least, relative_room
 from rrfp.model.tasks import F, Mode
+from rrfp.plain import json_fault
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 ORDERS: tuple[str, ...] = get_args(MicrobatchOrder)
@@ -161,6 +165,28 @@ def planned_sizes(costs: CostTable) -> list[float]:
     total: Matrix = sum(costs.durations.values(), start=np.zeros(()))
     sizes: list[float] = total.sum(axis=0).tolist()
     return sizes
+
+
+def read_sizes(path: str | os.PathLike[str], microbatches: int) -> tuple[float, ...]:
+    """Read the sizes of ``microbatches`` microbatches, in any unit: a JSON list of numbers.
+
+    Anything else is a ConfigError of one line that names the file.
+    """
+    name = os.fspath(path)
+    try:
+        sizes = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"sizes is {name!r}, must be planned or a file ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"sizes: {name}: is not JSON ({json_fault(error)})") from None
+    try:
+        if not isinstance(sizes, list):
+            raise ConfigError("not a list")
+        return checked_sizes(sizes, microbatches)
+    except ConfigError:
+        raise ConfigError(
+            f"sizes: {name}: must be a list of {microbatches} finite numbers >= 0, one a microbatch"
+        ) from None
 
 
 def shown_correlation(costs: CostTable) -> float | None:

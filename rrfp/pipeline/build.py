@@ -47,7 +47,7 @@ from rrfp.pipeline.method import DispatchMethod, summary
 from rrfp.pipeline.options import OptionArguments, Options, common_options, seed_of
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
 from rrfp.plugins import name_of
-from rrfp.runtime.context import RankSettings
+from rrfp.runtime.context import Observer, RankSettings
 from rrfp.runtime.control_tree import Shares, data_peers, peers
 from rrfp.runtime.grad_clipping import GradientHolder
 from rrfp.runtime.stage_runner import StageRunner
@@ -125,7 +125,6 @@ def announce(
 
 
 def _chunks_text(graph: TaskGraph) -> str:
-    """Where the virtual stages are."""
     if graph.names:
         return f"virtual stages {', '.join(graph.names)}"
     if isinstance(graph.placement, Placement):
@@ -369,7 +368,7 @@ class RankBuilder:
                 options.abort_after,
                 options.trace_steps,
                 rank.device,
-                self._callbacks if rank is self._ranks[0] else None,  # all ranks notice the same
+                self._callbacks if rank is self._ranks[0] else Observer(),  # all ranks notice the same
                 self._partition.model,
                 None if rank.reducer is None else rank.reducer.reduce,
                 rank.ties,

@@ -25,6 +25,7 @@ from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.plugins import name_of
 from rrfp.runtime.abort import Failure
+from rrfp.runtime.context import Observer
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StepFigures
 from rrfp.runtime.steps.result import StepResult
@@ -50,10 +51,10 @@ class _Entry:
         return self.figures is None or self.figures.done()
 
 
-class CallbackRunner:
+class CallbackRunner(Observer):
     """The events of one run, and the thread ``rrfp-callbacks``, which there is while a run with callbacks lasts.
 
-    An `Observer` of the runtime. All methods may be called on any thread, and all but `wait` return at once.
+    All methods may be called on any thread, and all but `wait` return at once.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = (), topology: Topology | None = None, method: str = "") -> None:
@@ -93,7 +94,6 @@ class CallbackRunner:
             self._thread.start()
 
     def step_begun(self, plan: StepPlan) -> None:
-        """A step was planned."""
         if not self._callbacks:
             return
         is_training = plan.step.mode is Mode.TRAIN

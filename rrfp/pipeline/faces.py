@@ -225,7 +225,6 @@ class BlockingPipeline(_Face):
 
 
 def _advised(session: Session) -> AdvisedTrace:
-    """The trace of a pipeline that is to be advised on."""
     trace: AdvisedTrace = load(METHODS["Pipeline.advise"])(session.ranks)
     return trace
 
@@ -278,11 +277,6 @@ class PipelineHandle(_Face):
     calls to be awaited. An exception that leaves the block aborts the pipeline on every rank, and so does leaving it
     during a step. Leaving waits until all ranks have done the last step. If another rank failed and no call has raised
     it, leaving raises `PipelineAborted`.
-
-    Args:
-        ranks: the ranks of this process.
-        loop: their event loop.
-        name: of the loop's thread.
     """
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:

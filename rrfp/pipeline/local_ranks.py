@@ -73,7 +73,6 @@ class LocalRanks:
         return len(self.programs) > 1 and not self.devices and any(isinstance(p, TorchStage) for p in self.programs)
 
     def __str__(self) -> str:
-        """Their stages and method."""
         here = self.topologies[0]
         part = f"{here.stages} stages" if len(self.topologies) > 1 else f"stage {here.stage} of {here.stages}"
         if here.world != here.stages:

@@ -23,7 +23,6 @@ LoopChoice = Literal["own", "caller"]
 
 
 def check_loop(loop: LoopChoice) -> None:
-    """Refuse a ``loop`` that is none of its values."""
     if loop not in get_args(LoopChoice):
         raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
 

@@ -100,7 +100,6 @@ class LossScaling:
         return bool(self._answer)
 
     def end(self) -> None:
-        """The iteration has ended."""
         self._answer, self.is_recorded, self._knows_optimizers = None, False, True
 
     def _parameters(self) -> Iterator[Tensor]:

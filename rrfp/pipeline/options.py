@@ -56,7 +56,6 @@ class Option:
         return replace(self, is_common=True)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value of the option ``name`` that does not fit."""
         if not self.fits(value):
             wanted = self.wanted() if callable(self.wanted) else self.wanted
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
@@ -78,9 +77,8 @@ def _seconds() -> Option:
     return Option("a finite number above 0", fits)
 
 
-def _integer(least: int | None = None) -> Option:
-    wanted = "an integer" if least is None else f"an integer >= {least}"
-    return Option(wanted, lambda value: type(value) is int and (least is None or value >= least))
+def _integer(least: int) -> Option:
+    return Option(f"an integer >= {least}", lambda value: type(value) is int and value >= least)
 
 
 def _or_none(option: Option, meaning: str) -> Option:
@@ -348,7 +346,6 @@ class OptionArguments(TypedDict, total=False):
 
 @cache
 def option_table() -> Mapping[str, Option]:
-    """Every option by name, in order."""
     hints = get_type_hints(Options, include_extras=True)
     rules = {name: next(part for part in get_args(hint) if isinstance(part, Option)) for name, hint in hints.items()}
     return {each.name: replace(rules[each.name], default=each.default) for each in fields(Options)}

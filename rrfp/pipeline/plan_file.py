@@ -14,7 +14,7 @@ from rrfp.hints.registry import create_hint
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Placement
 from rrfp.pipeline.options import OptionArguments
-from rrfp.plain import MakeError, Reader, fields_of, flag, or_none, path_of, read_json, shown, text, whole
+from rrfp.plain import MakeError, Reader, fields_of, flag, one_of, or_none, path_of, read_json, shown, text, whole
 from rrfp.trace.job_data import plain_limit, read_limit
 
 #: What callers pass as ``plan``: a file of `rrfp plan`, or what is in it.
@@ -76,14 +76,12 @@ class Plan:
                 raise error("cuts", reason)
 
     def to_plain(self) -> dict[str, Any]:
-        """The field of the file."""
         plain = {name: getattr(self, name) for name in _READERS}
         cuts = None if self.cuts is None else list(self.cuts)
         return {**plain, "limit": plain_limit(self.limit), "cuts": cuts, "recompute": list(self.recompute)}
 
     @property
     def where(self) -> Placement:
-        """Which stage holds which virtual stage."""
         return Placement(self.stages, self.chunks, self.placement)
 
     def options(self, passed: OptionArguments, stages: int) -> OptionArguments:
@@ -114,12 +112,6 @@ def _error(name: str, field: str, reason: str) -> ConfigError:
     return ConfigError(f"{name}: {field} {reason}" if field else f"{name}: {reason}")
 
 
-def _layout(field: str, value: object, *, error: MakeError) -> Any:
-    if value not in ("looped", "v"):
-        raise error(field, f"is {shown(value)}, must be one of: looped, v")
-    return value
-
-
 def _numbers(least: int, what: str, field: str, value: object, *, error: MakeError) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise error(field, f"is {shown(value)}, must be a list of {what} numbers")
@@ -129,7 +121,7 @@ def _numbers(least: int, what: str, field: str, value: object, *, error: MakeErr
 _READERS: dict[str, Reader] = {
     "stages": partial(whole, least=1),
     "chunks": partial(whole, least=1),
-    "placement": _layout,
+    "placement": partial(one_of, ("looped", "v")),
     "hint": text,
     "limit": read_limit,
     "split": flag,

@@ -62,7 +62,7 @@ class ProcessMonitor:
             awake_every=options.patience / 4,  # its process does not look frozen
             watch_lock=options.lock_watch and give_up is not None,
             # On the caller's loop the caller's callbacks may take long, except while a peer waits for a rank.
-            matters=lambda: give_up is not None or any(runner.is_awaited for runner in self._runners),
+            matters=lambda: give_up is not None or any(runner.abort.is_awaited for runner in self._runners),
             abort_after=None if give_up is None else options.abort_after,
             give_up=end,
             stalled=self._stalled,
@@ -84,6 +84,6 @@ class ProcessMonitor:
 
     async def _report(self) -> JobReport:
         first = self._runners[0]
-        if first.failure is not None:
-            return JobReport(os.getpid(), self._title, failure=f"aborted by {first.failure.origin}")
+        if (failure := first.abort.failure) is not None:
+            return JobReport(os.getpid(), self._title, failure=f"aborted by {failure.origin}")
         return JobReport(os.getpid(), self._title, survey=await first.health.query.ask())

@@ -31,7 +31,8 @@ from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
-from rrfp.runtime.grad_clipping import Clipping, OverflowShare
+from rrfp.runtime import records
+from rrfp.runtime.grad_clipping import Clipping, any_overflow
 from rrfp.runtime.lane_executor import running_here
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
@@ -102,7 +103,7 @@ class Session:
         state = self.state
         if state == "new":
             text = "not entered"
-        elif self.has_given_up or any(runner.failure is not None for runner in self._runners):
+        elif self.has_given_up or any(runner.abort.failure is not None for runner in self._runners):
             text = "aborted"
         elif state == "closed":
             text = "left"
@@ -346,8 +347,8 @@ class Session:
     def share_overflow(self, own: bool) -> Call[bool]:
         """Begin to compare whether gradients have overflowed, given whether they have in this process."""
         with self._beginning("comparing overflows"):
-            rest = self._gather("GradScaler.step", OverflowShare(own).packed(), OverflowShare(False).packed())
-        return Call("comparing overflows", rest, OverflowShare.any_of)
+            rest = self._gather("GradScaler.step", records.pack(own), records.pack(False))
+        return Call("comparing overflows", rest, any_overflow)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
         """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""
@@ -363,12 +364,13 @@ class Session:
 
     def newest_traces(self) -> list[StepTrace | None]:
         """Of each rank here, the newest trace that it keeps."""
-        return [runner.newest_trace for runner in self._runners]
+        return [runner.saver.newest for runner in self._runners]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed training step."""
         with self._between("state_dict"):
-            return self._state(self._completed).plain()
+            plain: dict[str, Any] = records.to_plain(self._state(self._completed))
+        return plain
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; a ConfigError if it does not fit."""
@@ -402,7 +404,7 @@ class Session:
     def check(self) -> None:
         """Raise `PipelineAborted` if a rank has failed."""
         for runner in self._runners:
-            runner.check()
+            runner.abort.check()
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """The statistics of each rank; none before the start."""
@@ -524,7 +526,7 @@ class Session:
     async def _close_ranks(self) -> None:
         """Leave in order, or after a failure once the peers have the abort; raises what no call has raised."""
         # A rank whose own call had returned when another one failed has raised nothing; the caller knows all the same.
-        is_known = any(runner.failure is not None and runner.failure.was_raised for runner in self._runners)
+        is_known = any((failure := runner.abort.failure) is not None and failure.was_raised for runner in self._runners)
         try:
             with suppress(PipelineAborted) if is_known else nullcontext():
                 await all_ended(runner.close() for runner in self._runners)

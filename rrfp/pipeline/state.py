@@ -94,7 +94,7 @@ class PipelineState:
 
     @classmethod
     def read(cls, plain: Any) -> PipelineState:
-        """Read what `plain` returned, also after JSON or msgpack."""
+        """Read what `rrfp.Pipeline.state_dict` returned, also after JSON or msgpack."""
         if not isinstance(plain, Mapping) or "version" not in plain:
             raise ConfigError(f"state is {reprlib.repr(plain):.80}, must be a dict that state_dict() returned")
         if plain["version"] != VERSION:
@@ -126,11 +126,6 @@ class PipelineState:
                 yield from (("count", 1, spent.count), ("seconds", 0, spent.seconds))
             for size in (*each.training_sizes, *each.evaluation_sizes):
                 yield from (("held", 0, size.held), ("growth", 0, size.growth), ("growth_share", 0, size.growth_share))
-
-    def plain(self) -> dict[str, Any]:
-        """As a dict of numbers, texts and lists."""
-        plain: dict[str, Any] = records.to_plain(self)
-        return plain
 
     def check_fits(self, own: PipelineState) -> None:
         """Compare with the pipeline whose state is ``own``, which loads this one: warn, or refuse."""

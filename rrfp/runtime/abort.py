@@ -145,7 +145,6 @@ class AbortController:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the caller waits for something."""
         return self.scope is not None
 
     def check(self) -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgpack
 import torch
 from torch import Tensor
 
 from rrfp.errors import ProtocolError
+from rrfp.runtime import records
 from rrfp.runtime.control_tree import below, children, parent
 from rrfp.transports.base import Channel, Message, MessageKind, Plain
+
+T = TypeVar("T")
 
 #: Names one all-gather: a topic and a number that all ranks agree on.
 Key = tuple[str, int]
@@ -52,6 +56,11 @@ class TreeAllGather:
         result = await self._join((topic, number), own)
         return [result[rank] for rank in range(self._world)]
 
+    async def share(self, topic: str, number: int, own: T, name: str) -> list[T]:
+        """As `all_gather`, of records of one kind, which errors call ``name``."""
+        answers = await self.all_gather(topic, number, records.pack(own))
+        return [records.unpack(type(own), data, name) for data in answers]
+
     async def reduce(self, topic: str, number: int, own: bytes, answer: Answer) -> bytes:
         """Contribute ``own``, and wait for the ``answer`` that rank 0 makes of the bytes of all ranks."""
         key = (topic, number)
@@ -63,7 +72,6 @@ class TreeAllGather:
         return bundle[0]
 
     async def _join(self, key: Key, own: bytes) -> dict[int, bytes]:
-        """Contribute ``own`` to ``key``, and wait for the result."""
         self._gathered.setdefault(key, {})[self._rank] = own
         future = self._results.setdefault(key, asyncio.get_running_loop().create_future())
         self._advance(key)
@@ -128,6 +136,12 @@ def to_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+def bytes_in(message: Message) -> bytes:
+    """The bytes that a message has as its one tensor; none if it has other tensors."""
+    tensor = message.tensors[0] if len(message.tensors) == 1 else None
+    return b"" if tensor is None or tensor.dtype is not torch.uint8 else tensor.numpy().tobytes()
+
+
 def _message(kind: MessageKind, key: Key, bundle: dict[int, bytes]) -> Message:
     packed: bytes = msgpack.packb(sorted(bundle.items()))
     body: dict[str, Plain] = {"topic": key[0], "number": key[1]}
@@ -135,10 +149,8 @@ def _message(kind: MessageKind, key: Key, bundle: dict[int, bytes]) -> Message:
 
 
 def _unpack(message: Message) -> dict[int, bytes]:
-    tensor = message.tensors[0] if len(message.tensors) == 1 else None
-    is_bytes = tensor is not None and tensor.dtype is torch.uint8
     try:
-        bundle = dict(msgpack.unpackb(tensor.numpy().tobytes() if tensor is not None and is_bytes else b""))
+        bundle = dict(msgpack.unpackb(bytes_in(message)))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"rank {message.sender} sent a {message.kind} that cannot be read: {error}") from None
     if not all(type(rank) is int and isinstance(data, bytes) for rank, data in bundle.items()):

@@ -80,7 +80,6 @@ class RankActivity:
         self.gatherings_ended += 1
 
     def touch(self) -> None:
-        """Something happened."""
         self.active_at = self._now()
 
 
@@ -127,24 +126,14 @@ def _left_before(number: int, ended: dict[int, int]) -> int | None:
     return next((peer for peer, count in ended.items() if count <= number), None)
 
 
-class Observer(Protocol):
-    """Called on the rank's loop or a thread that watches it. Must return at once, and raise nothing."""
+class Observer:
+    """Called on the rank's loop or a thread that watches it. Must return at once, and raise nothing. Does nothing."""
 
     def stalled(self, text: str) -> None:
         """A rank, or a loop, has made no progress for ``stall_after`` seconds; ``text`` names the reason."""
 
     def aborted(self, origin: Origin) -> None:
         """The pipeline is aborted; may be called more than once."""
-
-
-class Unobserved:
-    """An `Observer` that does nothing."""
-
-    def stalled(self, text: str) -> None:
-        """See `Observer`."""
-
-    def aborted(self, origin: Origin) -> None:
-        """See `Observer`."""
 
 
 class Fail(Protocol):
@@ -180,7 +169,7 @@ class RankSettings:
     #: The lane's; None for a CPU.
     device: Device | None = None
     #: Watches the run.
-    observer: Observer | None = None
+    observer: Observer = field(default_factory=Observer)
     #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
     #: Sums the gradients of a virtual stage over the replicas.
@@ -220,14 +209,12 @@ class RankContext:
     mailbox: Mailbox
     #: The trace of the step.
     recorder: Recorder
-    #: Watches the run.
-    observer: Observer
     #: Of the rank's loop.
     time: LoopTime
     #: Writes the events of the core into a file, where the caller wants one.
     save_events: EventSaver
-    #: Of the model's parts, if it has any.
-    model: ModelGraph | None = None
+    #: How it runs.
+    settings: RankSettings
 
     @classmethod
     def create(
@@ -253,10 +240,9 @@ class RankContext:
             ClosedPeers(activity),
             Mailbox(core.graph, topology.stage, None if model is None else model.feeds),
             Recorder(topology.stage, lane.now),
-            Unobserved() if settings.observer is None else settings.observer,
             time,
             EventSaver(settings.event_log, topology, core),
-            model,
+            settings,
         )
 
 

@@ -24,7 +24,6 @@ def parent(rank: int) -> int | None:
 
 
 def children(rank: int, world: int) -> tuple[int, ...]:
-    """The ranks below ``rank``."""
     return tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world)
 
 

@@ -23,7 +23,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError, StageError
 from rrfp.model.tasks import Kind, Task
-from rrfp.runtime.context import Coordination, RankContext, RankSettings
+from rrfp.runtime.context import Coordination, RankContext
 from rrfp.runtime.grad_finalizer import GradientFinalizer
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Handler, Messenger
@@ -50,7 +50,6 @@ class GroupLink:
         self._post = post
 
     def send(self, member: int, message: GroupMessage) -> None:
-        """Queue ``message`` for ``member``."""
         body = {"numbers": message.numbers}
         sent = Message(Channel.CONTROL, _SENT_AS[message.kind], message.step, message.task, body=body)
         self._post(self._group[member], sent)
@@ -71,13 +70,8 @@ class GroupLink:
 class CoreDriver:
     """Applies events of one rank to its core, and performs the instructions. Used on one loop only."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        core: StageCore,
-        program: StageProgram,
-        settings: RankSettings,
-    ) -> None:
+    def __init__(self, context: RankContext, core: StageCore, program: StageProgram) -> None:
+        settings = context.settings
         self.messenger = Messenger(context, self.on_event, all_replicas=settings.claims)
         self.executor = LaneExecutor(context, program, self._on_completed)
         self.gradients = GradientFinalizer(

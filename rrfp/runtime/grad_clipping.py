@@ -75,7 +75,6 @@ class Clipping:
         )
 
     def share(self) -> bytes:
-        """This rank's part of the norm."""
         return records.pack(NormShare(*self._terms, self._own))
 
     def empty_share(self) -> bytes:
@@ -102,18 +101,7 @@ class Clipping:
         return norm
 
 
-@dataclass(frozen=True, slots=True)
-class OverflowShare:
-    """A rank's part of the answer."""
-
-    #: Whether a gradient of this rank is inf or nan.
-    overflow: bool
-
-    def packed(self) -> bytes:
-        return records.pack(self)
-
-    @classmethod
-    def any_of(cls, gathered: Sequence[bytes]) -> bool:
-        """Whether a rank has an overflow; a ProtocolError if a share cannot be read."""
-        shares = [records.unpack(cls, data, "a share of the overflows") for data in gathered]
-        return any(share.overflow for share in shares)
+def any_overflow(gathered: Sequence[bytes]) -> bool:
+    """Whether a rank has an overflow; a ProtocolError if a share cannot be read."""
+    shares = [records.unpack(bool, data, "a share of the overflows") for data in gathered]
+    return any(shares)

@@ -48,7 +48,6 @@ class TiedReduction:
         self._arriving: dict[_Key, _Arriving] = {}
 
     def open(self) -> None:
-        """A training step begins."""
         self._unfinished = {name: set(own) for name, (_, own) in self._here.items()}
 
     async def reduce(self, virtual_stage: int, step: StepId, reduces: bool) -> None:
@@ -68,7 +67,6 @@ class TiedReduction:
                 await (self._lead(tie, step) if self._leads(tie) else self._follow(tie, step))
 
     def on_message(self, message: Message) -> None:
-        """A TIE message arrived."""
         self._activity.touch()
         key, header = self._check(message)
         self._arriving.setdefault(key, _Arriving()).add(header, message)
@@ -88,7 +86,6 @@ class TiedReduction:
         await self._send_pieces(step, tie, None, total, sorted({self._stage_of(v) for v in others}))
 
     async def _follow(self, tie: Tie, step: StepId) -> None:
-        """Wait for the sum."""
         with self._waits_for(f"the sum of tie {tie.name!r} from stage {self._leader(tie)}"):
             total = await self._arrived((step.number, tie.name, None))
         await self._on_lane(tie, partial(self._gradients.put, tie.name, total), total.tensors)
@@ -234,7 +231,6 @@ class GradientFinalizer:
             self._ties.open()
 
     def on_message(self, message: Message) -> None:
-        """A TIE message arrived."""
         if self._ties is None:
             raise ProtocolError(f"rank {message.sender} sent gradients of a tie, but there are none")
         self._ties.on_message(message)

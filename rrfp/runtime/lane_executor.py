@@ -44,7 +44,6 @@ class DeviceWaits:
         self._kept: Counter[tuple[Kind, int]] = Counter()
 
     def saw(self, task: Task, execution: Execution[Any]) -> None:
-        """``task`` has completed."""
         if execution.launched is None:
             return
         key = (task.kind, task.virtual_stage)
@@ -115,7 +114,6 @@ class LaneExecutor:
 
     @property
     def takes_offers(self) -> bool:
-        """Whether tasks may be offered to the lane."""
         return self._lane.offers is not None
 
     def offer(self, task: Task) -> None:

@@ -59,7 +59,7 @@ class Messenger:
         self._has_left = False
         #: The part that takes each kind of message.
         self._handlers: Mapping[MessageKind, Handler] = {}
-        #: Gets the error of a delivered message; None where `receive_all` receives.
+        #: Gets the error that ends receiving.
         self._failed: asyncio.Future[None] | None = None
         #: Frames of no rank of this run.
         self._foreign = RateLimitedLog(logger)
@@ -71,20 +71,20 @@ class Messenger:
     async def receive_all(self, handlers: Mapping[MessageKind, Handler]) -> None:
         """Receive forever; never gated on memory, so that nothing a peer waits for can be stuck behind this rank."""
         self._handlers = handlers
+        self._failed = failed = asyncio.get_running_loop().create_future()
         if (transport := delivering(self._transport)) is not None:
-            self._failed = asyncio.get_running_loop().create_future()
             transport.deliver_to(self._deliver)
-            await self._failed
-        while True:
+            await failed
+        while not failed.done():
             try:
-                message = await self._transport.receive()
+                entry: Message | RrfpError = await self._transport.receive()
             except (FrameError, PeerLostError) as error:
-                self._on_error(error)
-            else:
-                self._handle(message)
+                entry = error
+            self._deliver(entry)
+        await failed
 
     def _deliver(self, entry: Message | RrfpError) -> None:
-        """As `receive_all`, for a transport that passes on each message where it reads it."""
+        """Take what arrived; some transports call it where they read a message."""
         if self._failed is None or self._failed.done():
             return
         try:
@@ -111,16 +111,6 @@ class Messenger:
             self._foreign.add(f"dropped: {error}")
         elif not (isinstance(error, PeerLostError) and error.peer in self._closed_peers):
             raise error
-
-    def _handle(self, message: Message) -> None:
-        if self._has_left:
-            return
-        try:
-            if message.step is not None:
-                self.received += 1
-            self._handlers.get(message.kind, self._refuse)(message)
-        except ProtocolError as error:
-            raise self._naming(message.sender, error)  # noqa: B904 - it has its cause
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -227,11 +217,12 @@ class Messenger:
 
     async def _wait_and_send(self, peer: int, message: Message, send: ev.Send | None) -> None:
         try:
-            if send is None:
-                await self._post(peer, message)
-            else:
-                await self._hand_over(peer, message)
+            await self._hand_over(peer, message)
+            if send is not None:
                 self._on_event(ev.SendReleased(send.task, send.peer))
+        except PeerLostError:
+            if send is not None or peer not in self._closed_peers:
+                raise
         finally:
             self._waiting[peer, message.channel] -= 1
 
@@ -269,13 +260,6 @@ class Messenger:
         named = ProtocolError(f"{error} (reported by {self._topology.name_of(sender)})")
         named.__cause__, named.is_of_callers = error, error.is_of_callers
         return named
-
-    async def _post(self, peer: int, message: Message) -> None:
-        try:
-            await self._hand_over(peer, message)
-        except PeerLostError:
-            if peer not in self._closed_peers:
-                raise
 
     async def _hand_over(self, peer: int, message: Message) -> None:
         """Send, and where the peer is gone, let `receive_all` find out why.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from rrfp import timeouts
@@ -18,6 +18,7 @@ from rrfp.compute.lanes.base import Lane
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
+from rrfp.core.usage import Peaks
 from rrfp.errors import Origin, OverdueError, PeerLostError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, Task
@@ -25,7 +26,7 @@ from rrfp.runtime.abort import AbortController, Failure, advice_for, failure_of
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
-from rrfp.runtime.stall.health_monitor import HealthMonitor
+from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
 from rrfp.runtime.steps.dealer import Dealer
 from rrfp.runtime.steps.plan import StepPlan
@@ -33,7 +34,6 @@ from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.sharer import ForwardSharer
 from rrfp.runtime.steps.step_report import StepReporter
 from rrfp.runtime.trace_saver import TraceRequest, TraceSaver
-from rrfp.trace.spans import StageSlots, StepTrace
 from rrfp.transports.base import MessageKind, Transport
 
 logger = get_logger(__name__)
@@ -54,15 +54,16 @@ class StageRunner:
         transport: Transport,
         settings: RankSettings | None = None,
     ) -> None:
-        self._settings = settings = settings or RankSettings()
+        settings = settings or RankSettings()
         self._context = context = RankContext.create(
             settings, core, lane, transport, self.fail, LoopTime.of_running_loop()
         )
         self.topology = topology = context.topology
         self.core = core
         self._program = program
-        self._abort = AbortController(topology, transport, self._stop, core.graph.text_of)
-        self._driver = driver = CoreDriver(context, core, program, settings)
+        #: Its failure, which may be read and raised on any thread.
+        self.abort = AbortController(topology, transport, self._stop, core.graph.text_of)
+        self._driver = driver = CoreDriver(context, core, program)
         self._all_gather = TreeAllGather(topology.rank, topology.world, driver.messenger.post)
         self._reporter = StepReporter(context, core, self._all_gather, driver.follower)
         self._dealer: Dealer | None = None
@@ -76,13 +77,14 @@ class StageRunner:
             else:
                 self._dealer = Dealer(context, *parts)
                 self._reporter.observe = self._dealer.observe
-        self.health = HealthMonitor(context, driver, self._all_gather, settings)
-        self._saver = TraceSaver(context, self._all_gather, driver.executor, settings.trace_steps)
+        self.health = Watchdog(context, driver, self._all_gather)
+        #: The traces of its newest steps.
+        self.saver = TraceSaver(context, self._all_gather, driver.executor)
 
     async def start(self) -> None:
         """Connect to the peers, begin to serve, and wait until every rank does, so that any failure can reach all."""
         context, driver = self._context, self._driver
-        self._abort.check()
+        self.abort.check()
         context.lane.start()
         #: The part that takes each kind of message.
         handlers = {
@@ -91,7 +93,7 @@ class StageRunner:
             MessageKind.REPORT: self._all_gather.on_message,
             MessageKind.RESULT: self._all_gather.on_message,
             MessageKind.CLOSED: context.closed_peers.on_message,
-            MessageKind.ABORT: self._abort.on_message,
+            MessageKind.ABORT: self.abort.on_message,
         }
         if self._dealer is not None:
             handlers[MessageKind.MICROBATCH] = self._dealer.on_message
@@ -108,8 +110,8 @@ class StageRunner:
             context.transport.abort()
             driver.executor.close()
             raise
-        agreement = self._settings.agreement
-        async with self._abort.during("the start"):
+        agreement = context.settings.agreement
+        async with self.abort.during("the start"):
             agreements = await self.health.meet(agreement)
         agreement.check(agreements)
 
@@ -120,7 +122,7 @@ class StageRunner:
             The result; the reports of all ranks come later, at the latest before `settle` returns.
         """
         reporter = self._reporter
-        async with self._abort.during("the step"):
+        async with self.abort.during("the step"):
             await reporter.settle()
             self._context.activity.begin_step(plan.step, plan.batch.training_step)
             self._context.closed_peers.check()
@@ -160,15 +162,14 @@ class StageRunner:
         return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
 
     async def _end_step(self, plan: StepPlan) -> StepResult:
-        """The result of the step, whose tasks are done."""
         step, context, deal = plan.step, self._context, plan.deal
         # Before this rank reports: the others may then begin the next step, and send its tensors.
         context.mailbox.clear()
         core_wait = context.lane.core_wait()
         trace = context.recorder.close(step.number, self.core.peaks, plan.visits, plan.sizes, core_wait)
         if self._driver.follower is not None:
-            trace = replace(trace, limits=(StageSlots(self.core.stage, self.core.view.slots or 0),))
-        self._saver.keep(plan, trace)
+            trace = replace(trace, limits={self.core.stage: self.core.view.slots or 0})
+        self.saver.keep(plan, trace)
         losses = await self._reporter.losses()
         return StepResult.awaiting(
             self._reporter.report(plan, trace),
@@ -185,8 +186,8 @@ class StageRunner:
 
     async def settle(self) -> None:
         """Wait for the reports of the last step. A failure before is for `close` to raise."""
-        if self._abort.failure is None and not self._reporter.is_settled:
-            async with self._abort.during("the end of the step"):
+        if self.abort.failure is None and not self._reporter.is_settled:
+            async with self.abort.during("the end of the step"):
                 await self._reporter.settle()
 
     async def gather(self, call: str, own: bytes) -> list[bytes]:
@@ -194,7 +195,7 @@ class StageRunner:
 
         ``call`` names the caller's call, which has to be the same on all.
         """
-        async with self._abort.during("an all-gather between steps"):
+        async with self.abort.during("an all-gather between steps"):
             await self._reporter.settle()
             with self._context.activity.gather(call) as number:
                 self._context.closed_peers.check()
@@ -202,23 +203,23 @@ class StageRunner:
 
     async def save_trace(self, request: TraceRequest) -> str:
         """Write the traces of all ranks into one file, on rank 0; all ranks call it between the same steps."""
-        async with self._abort.during("saving a trace"):
+        async with self.abort.during("saving a trace"):
             await self._reporter.settle()
             with self._context.activity.gather("save_trace"):
                 self._context.closed_peers.check()
-                return await self._saver.save(request)
+                return await self.saver.save(request)
 
     async def close(self) -> None:
         """Leave in order: notify the peers, deliver accepted messages, free everything; `RUNNER_CLOSE_S` at most."""
         context = self._context
-        if self._abort.is_awaited or not self._reporter.is_settled:  # or a step would wait forever without a trace
+        if self.abort.is_awaited or not self._reporter.is_settled:  # or a step would wait forever without a trace
             self.fail(RrfpError("the pipeline was left while a step was running"))
         try:
             async with asyncio.timeout(timeouts.RUNNER_CLOSE_S):
-                if self._abort.failure is None:
+                if self.abort.failure is None:
                     self._driver.messenger.leave(context.closed_peers.own_message())
                 await context.supervisor.stop()
-                await self._abort.close_transport()
+                await self.abort.close_transport()
         except TimeoutError:
             logger.warning(
                 "%s: leaving took more than %g s, because a peer did not take its last messages",
@@ -229,13 +230,13 @@ class StageRunner:
         finally:
             self._release()
             context.transport.abort()
-            if self._abort.failure is None:
+            if self.abort.failure is None:
                 context.save_events.end()
-        self._abort.check_unraised()
+        self.abort.check_unraised()
 
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
-        self._abort.fail(explain_shortage(error, self._settings.device, self.core.holding), task)
+        self.abort.fail(explain_shortage(error, self._context.settings.device, self.core.holding), task)
 
     async def wait_for_failed_process(self, origin: Origin) -> bool:
         """Where a failure began elsewhere, log that, and wait for the end of that process; whether it was logged."""
@@ -256,40 +257,20 @@ class StageRunner:
 
     # On any thread, at any time.
 
-    def check(self) -> None:
-        """Raise `PipelineAborted` if it has failed."""
-        self._abort.check()
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why the pipeline is aborted, as far as this rank knows; None while it is not."""
-        return self._abort.failure
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether its caller waits for it."""
-        return self._abort.is_awaited
-
     def stuck(self, seconds: float) -> PipelineAborted:
         """The error for the caller when the loop has not run for ``seconds``; the loop itself can do nothing."""
         error = OverdueError(f"its event loop has not run for {seconds:.1f} s, longer than abort_after")
         return failure_of(error, self.topology).error()
 
-    @property
-    def newest_trace(self) -> StepTrace | None:
-        """The newest trace that is kept. May be read on any thread."""
-        return self._saver.newest
-
     def computes_here(self) -> bool:
-        """Whether a task is being computed on this thread."""
         return self._driver.executor.computes_here()
 
     def statistics(self) -> RankStatistics:
-        """The memory that it holds, and its traffic."""
-        context = self._context
-        return RankStatistics.of(
-            self.topology, self.core, self._reporter.earlier, context.transport, self._settings.device
-        )
+        topology, last_step, device = self.topology, self.core.peaks, self._context.settings.device
+        peaks = Peaks.worst([self._reporter.earlier, last_step])
+        moved = self._context.transport.statistics()
+        memory = (None, None, None) if device is None else astuple(device.memory())
+        return RankStatistics(topology.rank, topology.stage, self.core.holding, last_step, peaks, moved, *memory)
 
     @property
     def job(self) -> str:
@@ -304,7 +285,7 @@ class StageRunner:
 
     def _stop(self, failure: Failure) -> None:
         self._reporter.fail(failure)
-        self._context.observer.aborted(failure.origin)
+        self._context.settings.observer.aborted(failure.origin)
         self._release()
         with suppress(BaseException):  # a hint that observes events may raise anything; it is never asked again
             self.core.apply(ev.Aborted(failure.origin))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Holding, Peaks
 from rrfp.devices.base import Device
-from rrfp.model.topology import Topology
-from rrfp.transports.base import Transport, TransportStatistics
+from rrfp.transports.base import TransportStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +39,6 @@ class RankStatistics:
     device_allocated: int | None = None
     device_reserved: int | None = None
     device_peak: int | None = None
-
-    @classmethod
-    def of(
-        cls, topology: Topology, core: StageCore, earlier: Peaks, transport: Transport, device: Device | None = None
-    ) -> RankStatistics:
-        """Read them.
-
-        Args:
-            topology: the rank's.
-            core: of the rank.
-            earlier: the most that it held in the steps before the current or last one.
-            transport: of the rank.
-            device: of the rank; None for a CPU.
-        """
-        last_step = core.peaks
-        peaks = Peaks.worst([earlier, last_step])
-        moved = transport.statistics()
-        memory = (None, None, None) if device is None else astuple(device.memory())
-        return cls(topology.rank, topology.stage, core.holding, last_step, peaks, moved, *memory)
 
 
 def explain_shortage(error: BaseException, device: Device | None, holding: Holding) -> BaseException:

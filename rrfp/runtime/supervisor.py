@@ -29,7 +29,6 @@ class TaskSupervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` or `cancel` was called."""
         return self._stopping.is_set()
 
     async def start(self, *permanent: Background) -> None:
@@ -52,7 +51,6 @@ class TaskSupervisor:
             await self._serving
 
     def cancel(self) -> None:
-        """End everything now."""
         self._stopping.set()
         for spawned in self._spawned:
             spawned.cancel()

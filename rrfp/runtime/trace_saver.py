@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Self, TypeVar
 
 import msgpack
@@ -151,10 +152,10 @@ class TraceSize:
 class TraceSaver:
     """Keeps the traces of the newest training steps of one rank, and saves those of all; every rank has one."""
 
-    def __init__(self, context: RankContext, all_gather: TreeAllGather, executor: LaneExecutor, steps: int) -> None:
+    def __init__(self, context: RankContext, all_gather: TreeAllGather, executor: LaneExecutor) -> None:
         self._topology = context.topology
         self._all_gather = all_gather
-        self._history = TraceHistory(steps)
+        self._history = TraceHistory(context.settings.trace_steps)
         self._executor = executor
         self._now = context.lane.now
         self._graph = context.graph if context.graph.names else None
@@ -164,7 +165,6 @@ class TraceSaver:
         self._rounds = 0
 
     def keep(self, plan: StepPlan, trace: StepTrace) -> None:
-        """Keep the trace of a training step."""
         if plan.step.mode is Mode.TRAIN:
             self._history.add(replace(trace, step=plan.batch.training_step))
 
@@ -233,8 +233,7 @@ class TraceSaver:
 
     async def _share(self, own: T, name: str) -> list[T]:
         """Give ``own`` to all ranks, and get what each gives, by rank."""
-        answers = await self._all_gather.all_gather(_TOPIC, self._next_round(), records.pack(own))
-        return [records.unpack(type(own), data, name) for data in answers]
+        return await self._all_gather.share(_TOPIC, self._next_round(), own, name)
 
     async def _reduce(self, own: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         return await self._all_gather.reduce(_TOPIC, self._next_round(), own, answer)
@@ -278,33 +277,27 @@ def _write(
     runs = [
         (
             "pipeline" if topology.replicas == 1 else f"replica {replica}",
-            _Steps([_unpack(rank, packed[rank], offsets[rank]) for rank in ranks]),
+            *_steps([_unpack(rank, packed[rank], offsets[rank]) for rank in ranks]),
         )
         for replica, ranks in by_replica.items()
     ]
-    origin = min(steps.first.start for _, steps in runs)
+    origin = min(first.start for _, first, _ in runs)
     stages = range(topology.stages)
     try:
-        chrome = [ChromeRun(name, stages, steps, origin, graph) for name, steps in runs]
+        chrome = [ChromeRun(name, stages, steps, origin, graph) for name, _, steps in runs]
         write_runs(path, chrome, {"clocks": _plain(clocks), **({} if job is None else {JOB: job.to_plain()})})
     except ConfigError as error:
         return f"save_trace on rank 0: {error}"
     return ""
 
 
-class _Steps:
-    """The merged steps of one replica, each unpacked when its turn comes; read once."""
-
-    def __init__(self, ranks: Sequence[Iterator[StepTrace]]) -> None:
-        self._merged = _merged(ranks)
-        first = next(self._merged, None)
-        if first is None:
-            raise ProtocolError("a rank sent a trace without the steps that it offered")
-        self.first = first
-
-    def __iter__(self) -> Iterator[StepTrace]:
-        yield self.first
-        yield from self._merged
+def _steps(ranks: Sequence[Iterator[StepTrace]]) -> tuple[StepTrace, Iterator[StepTrace]]:
+    """The first merged step of one replica, and all, each unpacked when its turn comes."""
+    merged = _merged(ranks)
+    first = next(merged, None)
+    if first is None:
+        raise ProtocolError("a rank sent a trace without the steps that it offered")
+    return first, chain([first], merged)
 
 
 def _merged(ranks: Sequence[Iterator[StepTrace]]) -> Iterator[StepTrace]:

@@ -1,1 +1,1 @@
-"""Tools for tests: the reference, conformance suites, and ways to order and break things; for plugin authors too."""
+"""Tools for tests: the reference, conformance suites, and ways to break things; for plugin authors too."""

@@ -1,7 +1,9 @@
 """A run of conformance checks, whatever they check."""
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from inspect import iscoroutinefunction
+from types import ModuleType
+from typing import Any, TypeVar
 
 
 class SkippedError(Exception):
@@ -13,6 +15,12 @@ class NotOfferedError(SkippedError):
 
 
 T = TypeVar("T")
+
+
+def checks_of(module: ModuleType) -> tuple[Any, ...]:
+    """The checks that ``module`` defines, in their order: its coroutines named ``check_...``."""
+    own = vars(module).items()
+    return tuple(each for name, each in own if name.startswith("check_") and iscoroutinefunction(each))
 
 
 async def run_checks(checks: Iterable[Callable[[T], Awaitable[None]]], make: T) -> dict[str, str]:

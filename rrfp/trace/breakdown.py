@@ -111,11 +111,6 @@ def blank_seconds(trace: StepTrace, stage: int, start: float, end: float) -> flo
     return max(0.0, end - start - sum(high - low for low, high in _union(spans, start, end)))
 
 
-def by_stage(trace: StepTrace, num_stages: int) -> tuple[Breakdown, ...]:
-    """The breakdown of every stage of a merged trace, stage 0 first."""
-    return tuple(breakdown(trace, stage) for stage in range(num_stages))
-
-
 def mean(breakdowns: Iterable[Breakdown]) -> Breakdown:
     """The average of each part, over stages or over steps."""
     parts = list(breakdowns)
@@ -131,7 +126,6 @@ def idle_waits(trace: StepTrace, stage: int) -> list[WaitSpan]:
 
 
 def _busy(trace: StepTrace, stage: int) -> list[tuple[float, float]]:
-    """When ``stage`` computed."""
     return _union([(span.start, span.end) for span in trace.tasks if span.stage == stage], trace.start, trace.end)
 
 

@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from rrfp.tables import mebibytes
 from rrfp.trace.breakdown import Breakdown, mean
 
 #: Heading and value of the columns between the stage and the peaks; times in seconds.
@@ -31,7 +32,6 @@ def breakdown_table(
     peak_held: Sequence[int] | None = None,
     peak_bytes: Sequence[int] | None = None,
     numbers: Sequence[int] | None = None,
-    title: str | None = None,
 ) -> Table:
     """One row a stage, their mean, and the largest peaks; MiB where bytes were held.
 
@@ -43,7 +43,6 @@ def breakdown_table(
         peak_held: the most chunk tasks held, by stage; None leaves the column out.
         peak_bytes: the most bytes held, by stage; None, or zeros alone, leave the column out.
         numbers: the stages' numbers; None counts them from 0.
-        title: the table's title.
     """
     average = mean(stages)
     numbers = _one_a_stage("numbers", range(len(stages)) if numbers is None else numbers, len(stages))
@@ -51,7 +50,7 @@ def breakdown_table(
     unit, time = _unit(average.step)
     peaks = _peaks(len(stages), peak_held, peak_bytes)
     heads = (*(name for name, _ in columns), "blocked", *peaks)
-    table = _table(heads, title, f"times in {unit}; a step took {time(average.step)}")
+    table = _table(heads, f"times in {unit}; a step took {time(average.step)}")
     for index, (number, part) in enumerate(zip(numbers, stages, strict=True)):
         most = [cells[index] for cells, _ in peaks.values()]
         table.add_row(str(number), *(time(value(part)) for _, value in columns), _blocked(part), *most)
@@ -91,10 +90,10 @@ def duration(seconds: float) -> str:
     return f"{time(seconds)} {unit}"
 
 
-def _table(heads: Iterable[str], title: str | None = None, caption: str | None = None) -> Table:
+def _table(heads: Iterable[str], caption: str | None = None) -> Table:
     """A table of numbers by stage, without rows."""
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.title_justify = table.caption_justify = "left"
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.caption_justify = "left"
     table.add_column("stage", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
@@ -108,7 +107,7 @@ def _peaks(
     peaks: dict[str, tuple[list[str], str]] = {}
     for name, values, heading, text in (
         ("peak_held", peak_held, "peak\nheld", str),
-        ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak\nMiB", _mebibytes),
+        ("peak_bytes", peak_bytes if peak_bytes and any(peak_bytes) else None, "peak\nMiB", mebibytes),
     ):
         if values is None:
             continue
@@ -129,11 +128,6 @@ def _unit(step: float) -> tuple[str, Callable[[float], str]]:
     unit, scale = ("s", 1.0) if step >= 10 else ("ms", 1e3) if step >= 1e-2 else ("us", 1e6)
     decimals = 1 if step * scale < 1000 else 0
     return unit, lambda seconds: f"{seconds * scale:.{decimals}f}"
-
-
-def _mebibytes(num_bytes: int) -> str:
-    mebibytes = num_bytes / (1 << 20)
-    return f"{mebibytes:.{1 if mebibytes < 1000 else 0}f}"
 
 
 def _blocked(part: Breakdown) -> str:

@@ -24,10 +24,9 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.plain_graph import graph_to_plain
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
-from rrfp.trace.graph_data import GRAPH, SKIPPED, skipped_to_plain
 from rrfp.trace.held import Level, held_levels
 from rrfp.trace.job_data import JOB, TracedJob
-from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan
+from rrfp.trace.spans import MessageSpan, Skip, StepTrace, TaskSpan
 
 Event = dict[str, Any]
 
@@ -46,6 +45,9 @@ LIMITS = "limits"
 
 #: The argument of a step that has, by stage, the seconds for which its compute thread had no core.
 CORE_WAITS = "core waits"
+
+#: The argument of a run's name that has its graph, and that of a step that has the skipped virtual stages.
+GRAPH, SKIPPED = "graph", "skipped"
 
 #: The series of a stage's counter.
 HELD = "chunk tasks"
@@ -177,15 +179,15 @@ class _Step:
         trace = self._trace
         args: dict[str, object] = {"step": trace.step}
         if trace.peaks:
-            args["peaks"] = {str(entry.stage): asdict(entry.peaks) for entry in trace.peaks}
+            args["peaks"] = {str(stage): asdict(peaks) for stage, peaks in trace.peaks.items()}
         if trace.limits:
-            args[LIMITS] = {str(entry.stage): entry.slots for entry in trace.limits}
+            args[LIMITS] = {str(stage): slots for stage, slots in trace.limits.items()}
         if self._graph is not None and trace.skipped:
-            args[SKIPPED] = skipped_to_plain(trace.skipped, self._graph)
+            args[SKIPPED] = _by_name(trace.skipped, self._graph)
         if trace.sizes is not None:
             args[SIZES] = [*trace.sizes]
         if trace.core_waits:
-            args[CORE_WAITS] = {str(wait.stage): wait.seconds for wait in trace.core_waits}
+            args[CORE_WAITS] = {str(stage): seconds for stage, seconds in trace.core_waits.items()}
         yield self._slice("step", f"step {trace.step}", STEPS_THREAD, trace.start, self._until, args)
         for span in trace.tasks:
             yield self._task(span)
@@ -268,6 +270,14 @@ class _Step:
 
     def _microseconds(self, time: float) -> float:
         return round((time - self._origin) * 1e6, 3)
+
+
+def _by_name(skipped: Iterable[Skip], graph: TaskGraph) -> dict[str, list[int]]:
+    """The microbatches that skip each virtual stage."""
+    plain: dict[str, list[int]] = {}
+    for microbatch, v in skipped:
+        plain.setdefault(graph.names[v], []).append(microbatch)
+    return plain
 
 
 def _arrow_name(task: Task) -> str:

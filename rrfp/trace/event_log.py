@@ -25,10 +25,10 @@ from rrfp.core import events as ev
 from rrfp.core.event_history import Known, StepEvents
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
-from rrfp.core.replay import Recording
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import state_of
 from rrfp.errors import ConfigError, Origin
+from rrfp.laboratory import METHODS, load
 from rrfp.memory.admission import Limit
 from rrfp.memory.measured import Largest, Measured, Spent
 from rrfp.model.graph import TaskGraph
@@ -40,6 +40,40 @@ from rrfp.model.visits import Visits
 from rrfp.plain import number, shown, text, whole
 
 FORMAT, VERSION = "rrfp events", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One core, and its events in the current and the last step."""
+
+    graph: TaskGraph
+    stage: int
+    limit: Limit
+    group: GroupMembership
+    in_order: tuple[ForcedOrder, ...]
+    #: The hint's class, for people.
+    hint: str
+    #: Whether the hint may choose nothing although tasks are ready.
+    may_wait: bool
+    #: Oldest first.
+    steps: tuple[StepEvents, ...]
+
+    @classmethod
+    def of(cls, core: StageCore) -> Recording:
+        """What ``core`` has kept."""
+        steps = () if core.history is None else core.history.steps
+        hint, forced = core.hint, tuple(sorted(core.in_order))
+        return cls(core.graph, core.stage, core.limit, core.group, forced, type(hint).__name__, hint.may_wait, steps)
+
+    @property
+    def events(self) -> tuple[ev.Event, ...]:
+        """All events, oldest first."""
+        return tuple(event for step in self.steps for event in step.events)
+
+    def replay(self) -> tuple[StageCore, tuple[Any, ...]]:
+        """A core that got all events, and those that it refused, as `rrfp.lab.replay.Refusal` has them."""
+        replayed: tuple[StageCore, tuple[Any, ...]] = load(METHODS["Recording.replay"])(self)
+        return replayed
 
 
 @dataclass(frozen=True, slots=True)

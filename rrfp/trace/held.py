@@ -40,5 +40,4 @@ def held_levels(trace: StepTrace, stage: int) -> list[Level]:
 
 
 def peak_held(trace: StepTrace, stage: int) -> int:
-    """The largest D of ``stage`` in a step."""
     return max((level.held for level in held_levels(trace, stage)), default=0)

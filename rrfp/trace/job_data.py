@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from rrfp.core.ready_set import MicrobatchOrder
 from rrfp.memory.admission import OFFERED_RULES, Limit
-from rrfp.plain import Reader, fields_of, flag, or_none, shown, text, value_error, whole
+from rrfp.plain import Reader, fields_of, flag, one_of, or_none, text, whole
 
 #: What stands for the schedule of a job that replays a logged step.
 REPLAY = "replay"
@@ -39,57 +39,24 @@ class TracedJob:
     is_serial: bool = False
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-able data."""
-        return {**{name: getattr(self, name) for name in _READERS}, "limit": plain_limit(self.limit)}
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> Self:
-        """Read `to_plain`'s data back; a ValueError names what is wrong."""
-        if not isinstance(plain, dict):
-            raise ValueError(f"otherData.{JOB} is {shown(plain)}, must be an object")
-        return cls(**fields_of(plain, _READERS, error=_error))
-
-
-def _error(field: str, reason: str) -> ValueError:
-    return value_error(f"otherData.{JOB}.{field}", reason)
-
-
-def _one_of(names: tuple[str, ...], field: str, value: object, *, error: Any) -> Any:
-    if value not in names:
-        raise error(field, f"is {shown(value)}, must be one of: {', '.join(names)}")
-    return value
+        return {**asdict(self), "limit": plain_limit(self.limit)}
 
 
 def plain_limit(limit: Limit | int | str | None) -> Any:
-    """A limit as JSON-able data."""
     if isinstance(limit, Limit):
         return asdict(limit)
     return limit if limit is None or isinstance(limit, str) else operator.index(limit)  # of numpy, perhaps
 
 
 def read_limit(field: str, value: Any, *, error: Any) -> Any:
-    """Read `plain_limit`'s data back."""
     if not isinstance(value, dict):
         return value if value is None or type(value) is int else text(field, value, error=error)
     count = partial(or_none, partial(whole, least=1))
     readers: dict[str, Reader] = {
         "microbatches": count,
         "bytes": count,
-        "rule": partial(_one_of, OFFERED_RULES),
+        "rule": partial(one_of, OFFERED_RULES),
         "auto": flag,
     }
     value = {"auto": False, **value}
     return Limit(**fields_of(value, readers, error=lambda name, reason: error(f"{field}.{name}", reason)))
-
-
-_NAME = partial(or_none, text)
-_READERS: dict[str, Reader] = {
-    "hint": _NAME,
-    "limit": read_limit,
-    "strict": _NAME,
-    "order": partial(_one_of, ("free", "natural")),
-    "members": partial(whole, least=1),
-    "coordination": partial(_one_of, ("leader", "agreement")),
-    "takes_offers": flag,
-    "is_serial": flag,
-}

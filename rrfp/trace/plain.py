@@ -13,7 +13,7 @@ from typing import Any
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.model.tasks import Task
 from rrfp.plain import number, shown, value_error, whole
-from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 _whole = partial(whole, error=value_error)
 _stage, _peak, _microbatch, _v = (partial(_whole, name) for name in ("stage", "peak", "microbatch", "virtual stage"))
@@ -23,7 +23,6 @@ _size = partial(number, "size", least=0, error=value_error)
 
 
 def to_plain(trace: StepTrace) -> dict[str, Any]:
-    """``trace`` as JSON-able data."""
     return {
         "step": trace.step,
         "start": trace.start,
@@ -35,16 +34,15 @@ def to_plain(trace: StepTrace) -> dict[str, Any]:
             for span in trace.messages
         ],
         "dropped": trace.dropped,
-        "peaks": [[entry.stage, *astuple(entry.peaks)] for entry in trace.peaks],
+        "peaks": [[stage, *astuple(peaks)] for stage, peaks in trace.peaks.items()],
         "skipped": [[*skip] for skip in trace.skipped],
         "sizes": None if trace.sizes is None else [*trace.sizes],
-        "core_waits": [[wait.stage, wait.seconds] for wait in trace.core_waits],
-        "limits": [[entry.stage, entry.slots] for entry in trace.limits],
+        "core_waits": [*map(list, trace.core_waits.items())],
+        "limits": [*map(list, trace.limits.items())],
     }
 
 
 def from_plain(data: Any) -> StepTrace:
-    """Read `to_plain`'s data back."""
     return StepTrace(
         step=_whole("step", data["step"]),
         start=_time(data["start"]),
@@ -62,11 +60,11 @@ def from_plain(data: Any) -> StepTrace:
             for source, target, task, sent, arrived, num_bytes in data["messages"]
         ),
         dropped=_whole("dropped", data["dropped"]),
-        peaks=tuple(StagePeaks(_stage(stage), Peaks(*map(_peak, peaks))) for stage, *peaks in data["peaks"]),
+        peaks={_stage(stage): Peaks(*map(_peak, peaks)) for stage, *peaks in data["peaks"]},
         skipped=tuple((_microbatch(microbatch), _v(v)) for microbatch, v in data["skipped"]),
         sizes=None if data["sizes"] is None else tuple(map(_size, data["sizes"])),
-        core_waits=tuple(CoreWait(_stage(stage), _wait(seconds)) for stage, seconds in data["core_waits"]),
-        limits=tuple(StageSlots(_stage(stage), _peak(slots)) for stage, slots in data["limits"]),
+        core_waits={_stage(stage): _wait(seconds) for stage, seconds in data["core_waits"]},
+        limits={_stage(stage): _peak(slots) for stage, slots in data["limits"]},
     )
 
 

@@ -6,8 +6,8 @@ Times are seconds on one clock for all ranks of a host (the lanes' clock), or vi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import field, replace
 from typing import Any
 
 from rrfp.core.usage import Peaks, WaitCause
@@ -67,30 +67,6 @@ Span = TaskSpan | WaitSpan | MessageSpan
 
 
 @record
-class StagePeaks:
-    """The most that ``stage`` held in a step."""
-
-    stage: int
-    peaks: Peaks
-
-
-@record
-class StageSlots:
-    """The chunk tasks that ``stage`` might hold in a step."""
-
-    stage: int
-    slots: int
-
-
-@record
-class CoreWait:
-    """In a step the compute thread of ``stage`` could run for ``seconds`` and no core was free."""
-
-    stage: int
-    seconds: float
-
-
-@record
 class StepTrace:
     """The spans of one step, of one rank or (merged) of all."""
 
@@ -108,58 +84,26 @@ class StepTrace:
     messages: tuple[MessageSpan, ...] = ()
     #: Spans lost because the ring was full.
     dropped: int = 0
-    #: The most that each stage held, by stage; merged, the most of any rank. Empty where unknown.
-    peaks: tuple[StagePeaks, ...] = ()
+    #: The most that each stage held; merged, the most of any rank. Empty where unknown.
+    peaks: Mapping[int, Peaks] = field(default_factory=dict)
     #: Of a graph, the (microbatch, virtual stage) pairs that have no tasks, ascending.
     skipped: tuple[Skip, ...] = ()
     #: Of the microbatches, as the caller gave them (``step(sizes=...)``), or None. Merged, None where ranks received
     #: different ones.
     sizes: tuple[float, ...] | None = None
-    #: By stage. Empty where unknown, such as on devices.
-    core_waits: tuple[CoreWait, ...] = ()
-    #: The limit of each stage, by stage, where it changes from step to step; else empty.
-    limits: tuple[StageSlots, ...] = ()
+    #: By stage, the seconds for which its compute thread could run and no core was free. Empty where unknown, such as
+    #: on devices.
+    core_waits: Mapping[int, float] = field(default_factory=dict)
+    #: The chunk tasks that each stage might hold, where that changes from step to step; else empty.
+    limits: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_spans(self) -> int:
-        """Spans of all kinds."""
         return len(self.tasks) + len(self.waits) + len(self.messages)
 
     def _repr_html_(self) -> str:
-        """Its timeline, in notebooks."""
         html: str = load(METHODS["StepTrace._repr_html_"])(self)
         return html
-
-
-class SpanRing:
-    """Keeps the newest ``capacity`` spans."""
-
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        self._spans: deque[Span] = deque(maxlen=capacity)
-        self._recorded = 0
-
-    def record(self, span: Span) -> None:
-        """Keep ``span``; the oldest goes when the ring is full."""
-        self._spans.append(span)
-        self._recorded += 1
-
-    def cut(self, step: int, start: float, end: float, peaks: tuple[StagePeaks, ...] = ()) -> StepTrace:
-        """Everything recorded since the last cut, as the trace of ``step``."""
-        spans, self._spans = list(self._spans), deque(maxlen=self._spans.maxlen)
-        dropped, self._recorded = self._recorded - len(spans), 0
-        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
-        for span in spans:
-            by_type[type(span)].append(span)
-        return StepTrace(
-            step=step,
-            start=start,
-            end=end,
-            tasks=tuple(by_type[TaskSpan]),
-            waits=tuple(by_type[WaitSpan]),
-            messages=tuple(by_type[MessageSpan]),
-            dropped=dropped,
-            peaks=peaks,
-        )
 
 
 def merge(traces: Iterable[StepTrace]) -> StepTrace:
@@ -175,11 +119,11 @@ def merge(traces: Iterable[StepTrace]) -> StepTrace:
         waits=tuple(sorted((s for p in parts for s in p.waits), key=lambda s: (s.start, s.stage))),
         messages=_join(m for p in parts for m in p.messages),
         dropped=sum(part.dropped for part in parts),
-        peaks=_worst(peak for part in parts for peak in part.peaks),
+        peaks=_worst([part.peaks for part in parts]),
         skipped=parts[0].skipped,
         sizes=parts[0].sizes if len({part.sizes for part in parts}) == 1 else None,
-        core_waits=tuple(sorted((wait for part in parts for wait in part.core_waits), key=lambda wait: wait.stage)),
-        limits=tuple(sorted({limit for part in parts for limit in part.limits}, key=lambda limit: limit.stage)),
+        core_waits=dict(sorted(wait for part in parts for wait in part.core_waits.items())),
+        limits=dict(sorted(limit for part in parts for limit in part.limits.items())),
     )
 
 
@@ -207,11 +151,9 @@ def shifted(trace: StepTrace, seconds: float) -> StepTrace:
     )
 
 
-def _worst(peaks: Iterable[StagePeaks]) -> tuple[StagePeaks, ...]:
-    by_stage: dict[int, Peaks] = {}
-    for entry in peaks:
-        by_stage[entry.stage] = Peaks.worst([entry.peaks, by_stage.get(entry.stage, Peaks())])
-    return tuple(StagePeaks(stage, by_stage[stage]) for stage in sorted(by_stage))
+def _worst(every: Sequence[Mapping[int, Peaks]]) -> dict[int, Peaks]:
+    stages = sorted({stage for peaks in every for stage in peaks})
+    return {stage: Peaks.worst(peaks[stage] for peaks in every if stage in peaks) for stage in stages}
 
 
 def _join(messages: Iterable[MessageSpan]) -> tuple[MessageSpan, ...]:
@@ -237,7 +179,9 @@ class Recorder:
     def __init__(self, stage: int, now: Callable[[], float], capacity: int = DEFAULT_CAPACITY) -> None:
         self._stage = stage
         self._now = now
-        self._ring = SpanRing(capacity)
+        #: The newest ones since the step began, and how many there were.
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._recorded = 0
         self._opened = 0.0
         self._idle_since = 0.0
         self._cause: WaitCause | None = None
@@ -245,7 +189,6 @@ class Recorder:
         self._core_wait = 0.0
 
     def open(self) -> None:
-        """A step begins."""
         self._opened = self._idle_since = self._now()
         self._cause = None
 
@@ -271,16 +214,16 @@ class Recorder:
         if self._cause is not None:
             self._end_wait(start)
             self._cause = None
-        self._ring.record(TaskSpan(self._stage, task, start, end, launched, num_bytes))
+        self._record(TaskSpan(self._stage, task, start, end, launched, num_bytes))
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:
         """The output of ``task`` was sent to stage ``peer``."""
-        self._ring.record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
+        self._record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
 
     def arrived(self, peer: int, task: Task, num_bytes: int) -> None:
         """The output of ``task`` arrived from stage ``peer``."""
-        self._ring.record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
+        self._record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
 
     def close(
         self,
@@ -298,17 +241,35 @@ class Recorder:
         if self._cause is not None:
             self._end_wait(now)
             self._cause = None
-        own_peaks = () if peaks is None else (StagePeaks(self._stage, peaks),)
-        trace = self._ring.cut(step, self._opened, now, own_peaks)
-        waits: tuple[CoreWait, ...] = ()
+        spans, self._spans = self._spans, deque(maxlen=self._spans.maxlen)
+        dropped, self._recorded = self._recorded - len(spans), 0
+        by_type: dict[type, list[Any]] = {TaskSpan: [], WaitSpan: [], MessageSpan: []}
+        for span in spans:
+            by_type[type(span)].append(span)
+        core_waits: dict[int, float] = {}
         if core_wait is not None:
-            waits, self._core_wait = (CoreWait(self._stage, core_wait - self._core_wait),), core_wait
-        skipped = () if visits is None else skips(visits.skipped)
-        return replace(trace, skipped=skipped, sizes=sizes, core_waits=waits)
+            core_waits, self._core_wait = {self._stage: core_wait - self._core_wait}, core_wait
+        return StepTrace(
+            step=step,
+            start=self._opened,
+            end=now,
+            tasks=tuple(by_type[TaskSpan]),
+            waits=tuple(by_type[WaitSpan]),
+            messages=tuple(by_type[MessageSpan]),
+            dropped=dropped,
+            peaks={} if peaks is None else {self._stage: peaks},
+            skipped=() if visits is None else skips(visits.skipped),
+            sizes=sizes,
+            core_waits=core_waits,
+        )
 
     def _end_wait(self, end: float) -> None:
         if self._cause is not None and end > self._cause_since:
-            self._ring.record(WaitSpan(self._stage, self._cause, self._cause_since, end))
+            self._record(WaitSpan(self._stage, self._cause, self._cause_since, end))
+
+    def _record(self, span: Span) -> None:
+        self._spans.append(span)
+        self._recorded += 1
 
 
 class TraceHistory:
@@ -327,7 +288,6 @@ class TraceHistory:
         self._num_spans = 0
 
     def add(self, trace: StepTrace) -> None:
-        """Keep the next step's ``trace``; the oldest ones go."""
         self._traces.append(trace)
         self._num_spans += trace.num_spans
         while len(self._traces) > self._steps or (len(self._traces) > 1 and self._num_spans > self._capacity):

@@ -7,57 +7,29 @@ passes a slot to the lower one and publishes whether that worked, so both choose
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-import msgpack
+from dataclasses import replace
+from typing import Any
 
 from rrfp import timeouts
-from rrfp.errors import TransportError
 from rrfp.transports.base import TransportContext
 from rrfp.transports.links.flow import HomeLoop
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.rendezvous import by_peer, lookup_peer, publish_in_time
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host, TrialAnswers, is_reached_by_ipc, obstacle_between, try_slot
 from rrfp.transports.zmq.transport import ZmqTransport
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """What a rank publishes about itself."""
-
-    host: Host
-    address: str
-    sharing: str
-
-    def pack(self) -> bytes:
-        packed: bytes = msgpack.packb([self.host.to_plain(), self.address, self.sharing])
-        return packed
-
-    @classmethod
-    def unpack(cls, rank: int, value: bytes) -> _Published:
-        try:
-            host, address, sharing = msgpack.unpackb(value)
-            if not isinstance(address, str) or not isinstance(sharing, str):
-                raise ValueError("address and sharing must be strings")
-            return cls(Host.from_plain(host), address, sharing)
-        except Exception as error:  # msgpack raises many types
-            raise TransportError(
-                f"rank {rank}, or another program, wrote {value!r:.200} to the store, which is malformed: {error}"
-            ) from error
-
-
 class HostChoice:
     """Chooses shm or zmq for each peer."""
 
-    def __init__(self, context: TransportContext, host: Host, sharing: str = "") -> None:
+    def __init__(self, context: TransportContext, host: Host) -> None:
         #: For each peer, why this rank cannot share host memory with it; empty where it can.
         self.obstacles: dict[int, str] = {}
-        #: The way in which each peer shares its device's memory; empty if it does not. ``sharing`` is this rank's.
-        self.sharing: dict[int, str] = {}
+        #: What each peer has published.
+        self.hosts: dict[int, Host] = {}
         self._context = context
         self._own = host
-        self._own_sharing = sharing
-        self._hosts: dict[int, Host] = {}
 
     def _key(self, *ranks: int) -> str:
         return f"auto/{self._context.run_id}/{self._context.restart}/{'-'.join(map(str, ranks))}"
@@ -67,7 +39,7 @@ class HostChoice:
         context = self._context
         answers = None if self._own.obstacle else TrialAnswers(context.rank, home)
         try:
-            published = _Published(self._own, "" if answers is None else answers.address, self._own_sharing)
+            published = replace(self._own, address="" if answers is None else answers.address)
             await publish_in_time(context, self._key(context.rank), published.pack())
             self.obstacles = await by_peer(context.peers, lambda peer: self._obstacle(peer, home, deadline_s))
         finally:
@@ -76,26 +48,28 @@ class HostChoice:
 
     async def _obstacle(self, peer: int, home: HomeLoop, deadline_s: float) -> str:
         context, rank = self._context, self._context.rank
-        published = _Published.unpack(peer, await lookup_peer(context, peer, self._key(peer), deadline_s))
-        self._hosts[peer], self.sharing[peer] = published.host, published.sharing
-        if obstacle := obstacle_between(self._own, published.host):
+        host = self.hosts[peer] = Host.unpack(peer, await lookup_peer(context, peer, self._key(peer), deadline_s))
+        if obstacle := obstacle_between(self._own, host):
             return obstacle
         if peer > rank:
             return (await lookup_peer(context, peer, self._key(rank, peer), deadline_s)).decode(errors="replace")
         timeout_s = max(0.0, min(timeouts.TRIAL_S, deadline_s - home.loop.time()))
-        obstacle = await try_slot(published.address, home, timeout_s)
+        obstacle = await try_slot(host.address, home, timeout_s)
         await publish_in_time(context, self._key(peer, rank), obstacle.encode())
         return obstacle
 
-    def transports(self, context: TransportContext) -> Iterator[ShmTransport | ZmqTransport]:
-        """One transport or more, each with its part of the context's peers."""
+    def transports(
+        self, context: TransportContext, whole: LinkedTransport[Any] | None = None
+    ) -> Iterator[ShmTransport | ZmqTransport]:
+        """One transport or more, each with its part of the context's peers, and a part of ``whole``."""
         shared = tuple(peer for peer in context.peers if not self.obstacles[peer])
         others = tuple(peer for peer in context.peers if self.obstacles[peer])
         if shared:
-            yield ShmTransport(replace(context, peers=shared))
+            yield ShmTransport(replace(context, peers=shared), whole)
         if others or not shared:
-            is_near = all(is_reached_by_ipc(self._own, self._hosts[peer]) for peer in others)
-            yield ZmqTransport(replace(context, peers=others, single_host=context.single_host and is_near))
+            is_near = all(is_reached_by_ipc(self._own, self.hosts[peer]) for peer in others)
+            beyond = replace(context, peers=others, single_host=context.single_host and is_near)
+            yield ZmqTransport(beyond, whole=whole)
 
     def describe(self, peer: int) -> str:
         """The choice for a peer, and the reason if it is not shm."""

@@ -132,16 +132,11 @@ def vouched(secret: Secret | None, data: bytes, what: str, reader: str, *parts: 
     if secret is not None:
         secret.check(voucher, what, reader, *parts, value)
     elif voucher:
-        raise not_expected(what, reader)
+        raise TransportError(
+            f"the rendezvous store has {what} with a voucher: the rank has a secret, and {reader} has none (set "
+            "RRFP_SECRET_FILE on all hosts), or another program wrote to the store"
+        )
     return value
-
-
-def not_expected(what: str, reader: str) -> TransportError:
-    """The error for a voucher in a job without a secret; ``what`` and ``reader`` as for `Secret.check`."""
-    return TransportError(
-        f"the rendezvous store has {what} with a voucher: the rank has a secret, and {reader} has none (set "
-        "RRFP_SECRET_FILE on all hosts), or another program wrote to the store"
-    )
 
 
 def check_security(secret: Secret | None, *, allow_insecure: bool) -> None:

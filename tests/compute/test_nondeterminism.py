@@ -11,7 +11,7 @@ from runtime.host_device import CudaLike
 from torch import nn
 
 import rrfp
-from rrfp.compute.determinism import CudaSettings, device_types, missing_on_cuda, not_promised
+from rrfp.compute.determinism import device_types, missing_on_cuda, not_promised
 from rrfp.errors import ConfigError
 
 
@@ -42,27 +42,24 @@ def test_several_threads_on_the_cpu_round_by_their_number_and_add_indexed_gradie
     assert not_promised({"cpu"}) == [rounding, indexing]
 
 
-def test_cuda_needs_three_settings() -> None:
-    kernels, convolutions, products = missing_on_cuda(CudaSettings(is_strict=False, measures=True, workspace=None))
+def test_cuda_needs_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    kernels, convolutions, products = missing_on_cuda()
     assert kernels.startswith("torch.use_deterministic_algorithms(True), without warn_only")
     assert convolutions.startswith("torch.backends.cudnn.benchmark = False")
     assert products.startswith(
         "the environment variable CUBLAS_WORKSPACE_CONFIG, which is None, to be :4096:8 or :16:8"
     )
-    for workspace in (":4096:8", ":16:8"):
-        assert missing_on_cuda(CudaSettings(is_strict=True, measures=False, workspace=workspace)) == []
-    assert missing_on_cuda(CudaSettings(True, False, ":8:16")) == [products.replace("None", "':8:16'")]
-    assert missing_on_cuda(CudaSettings(True, True, ":16:8")) == [convolutions]
-
-
-def test_settings_are_read_where_they_apply(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CudaSettings.here() == CudaSettings(False, False, None)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert CudaSettings.here() == CudaSettings(False, True, ":16:8")
     torch.use_deterministic_algorithms(True)
-    assert CudaSettings.here() == CudaSettings(True, True, ":16:8")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert missing_on_cuda() == [convolutions]
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert missing_on_cuda() == []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert missing_on_cuda() == []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":8:16")
+    assert missing_on_cuda() == [products.replace("None", "':8:16'")]
 
 
 def test_a_deterministic_pipeline_on_cuda_does_not_start_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

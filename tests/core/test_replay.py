@@ -14,7 +14,6 @@ import pytest
 from rrfp import Hint, View
 from rrfp.core import events as ev
 from rrfp.core.event_history import EventHistory, Known
-from rrfp.core.replay import Recording
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import state_of
 from rrfp.errors import ConfigError, Origin, ProtocolError
@@ -28,7 +27,7 @@ from rrfp.model.placement import TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.trace.event_log import read_event_log, write_event_log
+from rrfp.trace.event_log import Recording, read_event_log, write_event_log
 
 BRANCH = TaskGraph(TablePlacement((0, 1, 2)), ((0, 2), (1, 2)), (True, False, True), ("audio", "vision", "text"))
 

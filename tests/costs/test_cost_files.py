@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rrfp.costs import from_json, make_costs, read_costs, to_json, with_jitter, with_latency, write_costs
-from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
+from rrfp.lab.simulation import read_sizes
 
 GOOD: dict[str, Any] = {
     "stages": 2,

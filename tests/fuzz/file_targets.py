@@ -21,12 +21,12 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs import make_costs, read_costs
 from rrfp.costs import to_json as to_json_text
-from rrfp.costs.files import read_sizes
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.random_run import RandomRun
 from rrfp.lab.commands.trace import RunReport
 from rrfp.lab.generators.multimodal import multimodal_costs
+from rrfp.lab.simulation import read_sizes
 from rrfp.lab.sweep.experiment import named_or_read_schedule
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.lab.traces.measured_costs import measured_costs
@@ -41,7 +41,7 @@ from rrfp.schedules.csv import CsvSchedule, to_csv
 from rrfp.schedules.registry import make_schedule
 from rrfp.trace.chrome import ChromeRun, write_runs
 from rrfp.trace.event_log import read_event_log, write_event_log
-from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 #: A file that is read a thousand times a second belongs into memory.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -136,7 +136,7 @@ def _steps(random: Random) -> list[StepTrace]:
             MessageSpan(0, 1, Task(Kind.F, 0, 0), at + 0.5, at + 0.75, 64),
             MessageSpan(1, 0, Task(Kind.B, 0, 1), at + 4.5, at + 4.75, 64),
         )
-        peaks = (StagePeaks(0, Peaks(1, 2, 3, 4)), StagePeaks(1, Peaks(1, 2, 3, 4)))
+        peaks = {0: Peaks(1, 2, 3, 4), 1: Peaks(1, 2, 3, 4)}
         sizes = random.choice((None, (2.5,)))
         steps.append(StepTrace(number, at, at + 5, tasks, waits, messages, peaks=peaks, sizes=sizes))
     return steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from random import Random
 from tempfile import TemporaryDirectory
 from types import UnionType
@@ -39,10 +39,9 @@ from rrfp.runtime.steps.reports import StageReport
 from rrfp.runtime.steps.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write
 from rrfp.trace.plain import to_plain
-from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 from rrfp.transports.base import MessageKind, TransportContext
 from rrfp.transports.cuda_ipc.transport import _Trial
-from rrfp.transports.host_choice import _Published
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.shm.trial import Host
 from rrfp.transports.wire.codec import Codec
@@ -200,7 +199,7 @@ def all_gather_ends(joined: Coroutine[Any, Any, Any]) -> Any:
 
 # What ranks publish.
 
-HOST = Host("boot", "0", "user:[1]", "net:[2]", "pid:[3]")
+HOST = Host("boot", "0", "user:[1]", "net:[2]", "pid:[3]", address="rrfp-shm-0-1", sharing="double")
 PROCESS = ProcessIdentity("a", 5)
 COPIES = [records.to_plain(CopySettings("a", v, "(2, 3) of float", True, False, b"1")) for v in (0, 1)]
 
@@ -217,7 +216,7 @@ def _a_publication(random: Random) -> Any:
     fields = {"process": 5, "descriptor": 7, "inode": 9, "size": 1 << 20}
     return random.choice(
         (
-            ["host", [HOST.to_plain(), "rrfp-shm-0-1", "double"]],
+            ["host", asdict(HOST)],
             ["settings", settings],
             ["verdict", verdict],
             ["offer", ["", fields, 1 << 18, 5]],
@@ -244,8 +243,8 @@ def _read_publication(case: bytes) -> object:
         reason = outcome(_Trial(context(), _Unreachable(), 0, 0.0)._try(value))  # type: ignore[arg-type]
         assert reason
         return reason
-    published = _Published.unpack(0, value)
-    return published.pack(), published.host == HOST
+    published = Host.unpack(0, value)
+    return published.pack(), published == HOST
 
 
 async def _never(timeout_s: float) -> Any:
@@ -299,7 +298,7 @@ def _a_trace(random: Random) -> Any:
         (TaskSpan(1, task, 1.0, 2.0, random.choice((None, 0.75))),),
         (WaitSpan(1, random.choice(list(WaitCause)), 0.5, 1.0),),
         (MessageSpan(0, 1, task, random.choice((None, 0.25)), 0.5, 8),),
-        peaks=(StagePeaks(1, Peaks(1, 2, 3, 4)),),
+        peaks={1: Peaks(1, 2, 3, 4)},
     )
     return [random.randint(0, 1), to_plain(trace)]
 

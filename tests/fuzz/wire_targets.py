@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from rrfp.transports.shm.packets import Packet, PacketSocket
 from rrfp.transports.shm.slots import Slot
 from rrfp.transports.shm.state import Copier, TransportState
 from rrfp.transports.shm.transport import PendingConnections
-from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, WANT, announced, number_of
+from rrfp.transports.tunnel.p2p import BESIDE, CREDIT, ENTRY, FAREWELL, WANT, announced, number_of
 from rrfp.transports.wire.codec import VERSION, Codec, Sealed
 from rrfp.transports.wire.header_checks import HeaderChecks
 from rrfp.transports.wire.tensor_bytes import DTYPES
@@ -174,34 +175,25 @@ class _Owner:
     """Takes what an inlet reports, as a transport does; keeps the error."""
 
     def __init__(self) -> None:
-        self.link: ShmLink | None = None
         self.errors = list[TransportError]()
         self.messages = list[Message]()
 
     def on_message(self, message: Message, num_bytes: int) -> None:
         self.messages.append(message)
 
-    def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
-        assert self.link is not None
-        self.link.on_frame(channel, sealed)
-
     def on_bad_frame(self, error: TransportError) -> None:
         self.errors.append(error)
 
-    def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
-        assert self.link is not None
-        self.link.on_message_lost(channel, num_bytes, slot)
-
-    def on_lost(self, error: PeerLostError) -> None:
+    def on_error(self, error: PeerLostError) -> None:
         raise AssertionError(f"a frame ended the connection: {error}")
 
 
 def _shared(stack: ExitStack) -> TransportState:
-    home = HomeLoop()
+    home, owner = HomeLoop(), cast(Any, _Owner())
     copier = Copier(home, "fuzz-copies")
     stack.callback(copier.close)
     return TransportState(
-        home, Codec(context()), copier, 1 << 20, bytearray(BUFFER_BYTES), lambda _: None, lambda: None
+        owner, home, Codec(context()), copier, 1 << 20, bytearray(BUFFER_BYTES), lambda _: None, lambda: None
     )
 
 
@@ -230,9 +222,8 @@ def _datagrams() -> Iterator[Decode]:
 
         def decode(case: bytes) -> object:
             with ExitStack() as ends:
-                owner = _Owner()
-                owner.link = link = ShmLink(0, shared, owner)
-                fars = []
+                case_shared = replace(shared, owner=cast(Any, owner := _Owner()))
+                link, fars = ShmLink(0, case_shared), []
                 for channel in Channel:
                     near, far = _socket_pair(ends)
                     link.attach(channel, PacketSocket(near, shared.home), os.getpid(), accepted=True)

@@ -98,7 +98,7 @@ async def test_a_sender_killed_while_its_memory_is_read_is_one_loss(
         messages = [await soon(transport.receive(), "a tensor comes") for _ in range(received)]
         hold_reads(target, transport)
         async with asyncio.timeout(20):
-            while not link._arrivals.pending:  # noqa: ASYNC110 - nothing is received before it has ended
+            while not link._arrivals.completing:  # noqa: ASYNC110 - nothing is received before it has ended
                 await asyncio.sleep(0.001)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ def _receive_while_the_device_breaks(device: str, store: str, connection: Connec
             link = transport._links[1]
             messages = [await transport.receive()]
             hold_reads(target, transport)
-            while not link._arrivals.pending:  # noqa: ASYNC110 - nothing is received before it has ended
+            while not link._arrivals.completing:  # noqa: ASYNC110 - nothing is received before it has ended
                 await asyncio.sleep(0.001)
             if isinstance(target.device, DoubleDevice):
                 target.device.fail(everywhere=True)

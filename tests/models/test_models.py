@@ -14,10 +14,10 @@ from models.catalogue import CONFIGURATIONS, STAGES, WITHOUT_ORDER, Configuratio
 from models.training import TOLERANCE, Step, errors, train, train_plainly
 from runtime.toys import placed
 from torch import nn
+from transports.reordering import reordered
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.testing.order import reordered
 from rrfp.transports.inproc import InprocTransport
 
 pytestmark = [

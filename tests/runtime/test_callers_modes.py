@@ -176,10 +176,10 @@ def test_a_profiler_of_all_threads_records_tasks_and_gets_no_warning(caplog: pyt
 
 @pytest.fixture
 def _torch_without_a_private_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caller_context._private.cache_clear()
+    caller_context._are_readable.cache_clear()
     monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
     yield
-    caller_context._private.cache_clear()
+    caller_context._are_readable.cache_clear()
 
 
 @pytest.mark.usefixtures("_torch_without_a_private_name")

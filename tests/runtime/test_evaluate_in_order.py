@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from transports.reordering import reordered
 
 import rrfp
 from rrfp import View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import PipelineAborted
 from rrfp.model.tasks import Task
-from rrfp.testing.order import reordered
 from rrfp.transports.inproc import InprocTransport
 
 WIDTH, MICROBATCHES = 4, 8

@@ -66,7 +66,7 @@ def test_a_failure_that_no_step_told_is_told_when_the_block_is_left() -> None:
         step(stage, pipe)
         if stage == 0:
             raise Trap("late")
-        while pipe._session._runners[0]._abort.failure is None:
+        while pipe._session._runners[0].abort.failure is None:
             failed.wait(0.01)
 
     outcomes = ThreadedRanks(stages(2), body).join()

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime.toys import TOLERANCE, data, expect, largest_difference, loss_fn, stages
 from torch import nn
+from transports.reordering import reordered
 
 import rrfp
-from rrfp.testing.order import reordered
 from rrfp.transports.inproc import InprocTransport
 
 POLICIES: list[dict[str, Any]] = [

@@ -59,7 +59,7 @@ class Silent:
     def __init__(self) -> None:
         self.posted: list[tuple[int, Message]] = []
         context = context_of(Topology(1, 7), TaskGraph.chain(7))
-        self.monitor = PeerMonitor(context, {}, self._post, 10.0, None)
+        self.monitor = PeerMonitor(context, {}, self._post)
         self.query = StatusQuery(context, lambda: STATUS, self.monitor, self._post)
 
     def _post(self, peer: int, message: Message) -> None:

@@ -11,12 +11,12 @@ from deterministic_runs import STAGES, AnyReady, train_in_a_pipeline, train_in_o
 from runtime.tied_models import Head, expect, gap, gradients, same_bits, tied, words
 from runtime.toys import TOLERANCE, placed
 from torch import Tensor, nn
+from transports.reordering import reordered
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
 from rrfp.model.placement import Layout
 from rrfp.pipeline.faces import BlockingPipeline
-from rrfp.testing.order import reordered
 from rrfp.testing.reference import reference
 from rrfp.transports.inproc import InprocTransport
 

@@ -17,7 +17,7 @@ from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.model.tasks import Kind, Task
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, _write
 from rrfp.trace.plain import to_plain
-from rrfp.trace.spans import MessageSpan, StagePeaks, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.spans import MessageSpan, StepTrace, TaskSpan, WaitSpan
 
 CLOCKS = [HostClock("here", (0, 1), ClockOffset())]
 
@@ -30,7 +30,7 @@ def trace(step: int, stage: int) -> dict[str, Any]:
             (TaskSpan(stage, task, 1.0, 2.0),),
             (WaitSpan(stage, WaitCause.INPUT, 0.0, 1.0),),
             (MessageSpan(0, 1, Task(Kind.F, 0, 0), 0.5, 0.75, 8),),
-            peaks=(StagePeaks(stage, Peaks(1, 2, 3, 4)),),
+            peaks={stage: Peaks(1, 2, 3, 4)},
         )
     )
 

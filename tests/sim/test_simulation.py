@@ -27,7 +27,7 @@ from rrfp.lab.cluster.simulation import simulate_tensor_parallel
 from rrfp.lab.simulation import Simulation, planned_sizes, shown_correlation, simulate
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.trace.breakdown import by_stage
+from rrfp.trace.breakdown import breakdown
 from rrfp.trace.spans import TaskSpan
 
 HINTS = ("bf", "fb", "b-priority", "f-priority", "bfw")
@@ -123,7 +123,7 @@ def test_no_stage_is_idle_while_a_task_could_run(costs: CostTable, hint: str, li
 @examples(50)
 def test_waits_and_tasks_fill_the_step(costs: CostTable, hint: str, limit: int | str) -> None:
     trace = simulate(costs, hint=hint, limit=limit).result.trace()
-    for part in by_stage(trace, costs.stages):
+    for part in (breakdown(trace, stage) for stage in range(costs.stages)):
         assert part.compute + part.blocking == pytest.approx(trace.end)
         assert part.other == pytest.approx(0, abs=1e-9)
 

@@ -23,7 +23,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.trace.chrome import ChromeRun, write_chrome, write_runs
-from rrfp.trace.spans import CoreWait, StepTrace
+from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Message, MessageKind
 
 #: Times in a file are rounded to nanoseconds, and a step sums some hundred of them.
@@ -321,7 +321,7 @@ def test_a_trace_that_predicts_nothing_is_refused(tmp_path: Path, change: dict[s
     table = make_costs("llm", 2, 4, latency="constant")
     traces = [simulate(table, hint="bf").result.trace(step) for step in range(change.get("left", STEPS))]
     if "core_wait" in change:
-        traces = [replace(trace, core_waits=(CoreWait(0, change["core_wait"]), CoreWait(1, 0.0))) for trace in traces]
+        traces = [replace(trace, core_waits={0: change["core_wait"], 1: 0.0}) for trace in traces]
     write_chrome(tmp_path / "trace.json", traces)
     if "job" in change:
         add_job(tmp_path / "trace.json", **change["job"])

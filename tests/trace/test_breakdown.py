@@ -12,7 +12,7 @@ from rrfp.core.usage import WaitCause
 from rrfp.costs import make_costs
 from rrfp.lab.simulation import simulate
 from rrfp.model.tasks import Kind, Task
-from rrfp.trace.breakdown import Breakdown, breakdown, by_stage, idle_waits, mean
+from rrfp.trace.breakdown import Breakdown, breakdown, idle_waits, mean
 from rrfp.trace.spans import StepTrace, TaskSpan, WaitSpan
 
 
@@ -95,7 +95,7 @@ def test_a_simulated_step_is_compute_and_blocking_only() -> None:
     costs = make_costs("mllm", 4, 12, jitter="J2", latency="wire")
     for simulation in (simulate(costs, strict="1f1b"), simulate(costs, hint="bf", limit=2)):
         spans = simulation.result.trace()
-        parts = by_stage(spans, 4)
+        parts = [breakdown(spans, stage) for stage in range(4)]
         assert [part.compute for part in parts] == pytest.approx(list(costs.work()))
         assert all(part.step == spans.end for part in parts)
         assert max(part.other for part in parts) < 1e-12

@@ -18,7 +18,7 @@ from rrfp.errors import ConfigError
 from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.trace.chrome import chrome_events, write_chrome
 from rrfp.trace.plain import from_plain, to_plain
-from rrfp.trace.spans import StagePeaks, StepTrace, merge
+from rrfp.trace.spans import StepTrace, merge
 
 
 def a_step() -> StepResult:
@@ -33,7 +33,7 @@ def test_a_trace_file_has_the_peaks_of_its_steps_and_the_command_shows_them(tmp_
     assert min(result.peak_bytes) > 0
     write_chrome(path, [result.trace])
     (run,) = read_chrome(path)
-    assert run.steps[0].peaks == tuple(StagePeaks(stage, peaks) for stage, peaks in enumerate(result.peaks))
+    assert run.steps[0].peaks == dict(enumerate(result.peaks))
     told = json.loads(run_rrfp("trace", path, "--json").stdout)
     assert told[0]["steps"][0]["peak_bytes"] == list(result.peak_bytes)
     assert "MiB" in run_rrfp("trace", path).stdout
@@ -57,15 +57,15 @@ def test_peaks_that_make_no_sense_are_refused(tmp_path: Path, peaks: Any) -> Non
 
 
 def test_peaks_of_ranks_are_merged_by_stage_and_pass_through_plain_data() -> None:
-    def part(*peaks: StagePeaks) -> StepTrace:
-        return StepTrace(0, 0.0, 1.0, peaks=peaks)
+    def part(stage: int, peaks: Peaks) -> StepTrace:
+        return StepTrace(0, 0.0, 1.0, peaks={stage: peaks})
 
     merged = merge(
         [
-            part(StagePeaks(1, Peaks(2, 30, 1, 5))),
-            part(StagePeaks(0, Peaks(4, 10))),
-            part(StagePeaks(1, Peaks(1, 40, 3, 4))),  # another rank of its group
+            part(1, Peaks(2, 30, 1, 5)),
+            part(0, Peaks(4, 10)),
+            part(1, Peaks(1, 40, 3, 4)),  # another rank of its group
         ]
     )
-    assert merged.peaks == (StagePeaks(0, Peaks(4, 10)), StagePeaks(1, Peaks(2, 40, 3, 5)))
+    assert merged.peaks == {0: Peaks(4, 10), 1: Peaks(2, 40, 3, 5)}
     assert from_plain(json.loads(json.dumps(to_plain(merged)))) == merged

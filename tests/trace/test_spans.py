@@ -10,29 +10,48 @@ import pytest
 from rrfp.core.usage import WaitCause
 from rrfp.model.tasks import Kind, Task
 from rrfp.trace.plain import from_plain, to_plain
-from rrfp.trace.spans import MessageSpan, SpanRing, StepTrace, TaskSpan, WaitSpan, merge, shifted
+from rrfp.trace.spans import MessageSpan, Recorder, StepTrace, TaskSpan, WaitSpan, merge, shifted
 
 SENT = Task(Kind.F, 0, 0)
+FIRST = Task(Kind.F, 1, 1)
 ONE, TWO = TaskSpan(0, SENT, 0.0, 1.0), TaskSpan(1, Task(Kind.F, 0, 1), 1.5, 2.0)
 WAIT = WaitSpan(1, WaitCause.INPUT, 0.5, 1.5)
 SENDER = StepTrace(3, 0.0, 1.0, (ONE,), (), (MessageSpan(0, 1, SENT, 1.0, None, 8),), dropped=1)
 RECEIVER = StepTrace(3, 0.5, 2.0, (TWO,), (WAIT,), (MessageSpan(0, 1, SENT, None, 1.25, 8),), dropped=2)
 
 
-def test_a_full_ring_drops_the_oldest_and_counts_them() -> None:
-    ring = SpanRing(capacity=2)
-    for span in (ONE, WAIT, TWO):
-        ring.record(span)
-    assert ring.cut(0, 0.0, 2.0) == StepTrace(0, 0.0, 2.0, (TWO,), (WAIT,), dropped=1)
+class Watch:
+    """A clock that shows what it is set to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_cut_takes_everything_and_the_next_step_starts_afresh() -> None:
-    ring = SpanRing(capacity=1)
-    ring.record(ONE)
-    ring.record(TWO)
-    ring.cut(0, 0.0, 2.0)
-    ring.record(ONE)
-    assert ring.cut(1, 2.0, 3.0) == StepTrace(1, 2.0, 3.0, (ONE,))
+def test_a_full_recorder_drops_the_oldest_spans_and_counts_them() -> None:
+    watch = Watch()
+    recorder = Recorder(1, watch, capacity=2)
+    recorder.open()
+    recorder.ran(FIRST, 0.0, 0.5)
+    recorder.waiting(WaitCause.INPUT)
+    recorder.ran(TWO.task, TWO.start, TWO.end)
+    watch.now = 2.0
+    assert recorder.close(0) == StepTrace(0, 0.0, 2.0, (TWO,), (WAIT,), dropped=1)
+
+
+def test_closing_takes_everything_and_the_next_step_starts_afresh() -> None:
+    watch = Watch()
+    recorder = Recorder(0, watch, capacity=1)
+    recorder.open()
+    recorder.ran(SENT, 0.0, 1.0)
+    recorder.ran(TWO.task, 1.5, 2.0)
+    assert recorder.close(0).dropped == 1
+    watch.now = 2.0
+    recorder.open()
+    recorder.ran(SENT, 2.0, 3.0)
+    watch.now = 3.0
+    assert recorder.close(1) == StepTrace(1, 2.0, 3.0, (TaskSpan(0, SENT, 2.0, 3.0),))
 
 
 @pytest.mark.parametrize("traces", [[SENDER, RECEIVER], [RECEIVER, SENDER]])

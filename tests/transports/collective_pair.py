@@ -15,7 +15,7 @@ from rrfp.lab.gloo_backend import over_gloo
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Channel
 from rrfp.transports.collective.transport import CollectiveTransport
-from rrfp.transports.tunnel.announcements import BESIDE
+from rrfp.transports.tunnel.p2p import BESIDE
 
 
 @asynccontextmanager

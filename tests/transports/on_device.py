@@ -18,8 +18,8 @@ from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.base import Device
 from rrfp.devices.copies import copies_of
 from rrfp.devices.cuda import CudaDevice
-from rrfp.testing.order import WrappedTransport
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.pair import WrappedTransport
 from rrfp.transports.base import Channel, Message, Transport, TransportContext
 from rrfp.transports.cuda_ipc.transport import CudaIpcTransport
 from rrfp.transports.inproc import InprocTransport

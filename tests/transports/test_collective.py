@@ -15,7 +15,7 @@ from rrfp.errors import ConfigError, FrameError, PeerLostError
 from rrfp.testing.transport_checks import Pair
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.base import Channel, Plain
-from rrfp.transports.tunnel.announcements import BESIDE, CREDIT, ENTRY, FAREWELL, STAGED, WANT
+from rrfp.transports.tunnel.p2p import BESIDE, CREDIT, ENTRY, FAREWELL, STAGED, WANT
 
 _LIMIT = 1 << 20
 

@@ -16,7 +16,7 @@ from rrfp.errors import PeerLostError, TransportClosedError
 from rrfp.lab.gloo_backend import GlooBackend, over_gloo
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
-from rrfp.transports.tunnel.announcements import FAREWELL
+from rrfp.transports.tunnel.p2p import FAREWELL
 
 
 async def test_an_abort_ends_transfers_at_both_ends() -> None:
@@ -70,7 +70,7 @@ async def test_a_transfer_that_fails_before_its_sender_left_in_order_is_a_loss(o
         link = link_of(right)
         if order == "failure":
             link.beside._incoming.group.abort()
-            await until(lambda: link._arrivals.pending == 0)
+            await until(lambda: not link._arrivals.completing)
         await link_of(left).base.send(1, replace(note(), body={FAREWELL: True}))
         await left.send(1, note(5))
         assert index_of(await receive(right)) == 5 if order == "farewell" else True

@@ -23,7 +23,7 @@ from rrfp.testing.transport_checks.pair import (
 )
 from rrfp.transports.base import Channel, Message, Plain
 from rrfp.transports.cuda_ipc.slots import SLOTS
-from rrfp.transports.tunnel.announcements import BESIDE, ENTRY, STAGED
+from rrfp.transports.tunnel.p2p import BESIDE, ENTRY, STAGED
 
 # Announcements.
 

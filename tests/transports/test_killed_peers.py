@@ -170,7 +170,7 @@ async def test_a_sender_killed_while_its_memory_is_read_is_one_loss(store: str) 
         process.send_signal(signal.SIGKILL)
         error, messages = await next_loss(transport)
         assert (error.peer, messages) == (1, [])
-        assert link._arrivals.pending
+        assert link._arrivals.completing
         with pytest.raises(PeerLostError):
             await transport.send(1, data(torch.ones(3)))
         with pytest.raises(TimeoutError):

@@ -15,13 +15,13 @@ import transports.squatters as squatters
 from fork_server import context as fork_context
 from fork_server import fork_server
 from transports.children import in_child
-from transports.test_curve import WAYS, forged, over_tcp
+from transports.test_curve import WAYS, forged, over_tcp, published_by
 
 from rrfp.errors import TransportError
 from rrfp.testing.transport_checks import Pair
 from rrfp.testing.transport_checks.pair import data, index_of, pass_on, soon
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.secret import Secret
+from rrfp.transports.secret import Secret, split_voucher, vouch
 from rrfp.transports.zmq.security import Published, Security
 from rrfp.transports.zmq.transport import ZmqTransport, endpoint_key
 
@@ -42,7 +42,7 @@ async def test_another_user_that_comes_first_as_a_rank_takes_no_ranks_place(way:
     left, right = over_tcp(makers.contexts(**WAYS[way], connect_timeout_s=30.0))
     starting = asyncio.create_task(right.start())
     try:
-        published = Published.unpack(await left.context.rendezvous.lookup(endpoint_key(left.context, 1), 5))
+        published = await published_by(1, left.context)
         arguments = (children.write_as, NOBODY, published.endpoint, forged(left.context))
         assert await asyncio.to_thread(in_child, *arguments)
         assert not starting.done()
@@ -75,30 +75,41 @@ async def test_another_user_on_a_ranks_port_is_not_taken_for_the_rank(way: str, 
     there.close()
 
 
+#: Makes what a store passes on, of the head of a value, which ends with the voucher, and of the rest.
+Rewrite = Callable[[bytes, Published], bytes]
+
+
 class Rewriting(LocalRendezvous):
     """A store that passes on something else than rank 1 published."""
 
-    def __init__(self, rewrite: Callable[[Published], Published]) -> None:
+    def __init__(self, rewrite: Rewrite) -> None:
         super().__init__()
         self._rewrite = rewrite
 
     async def publish(self, key: str, value: bytes) -> None:
-        await super().publish(key, self._rewrite(Published.unpack(value)).pack() if key.endswith("/1") else value)
+        if key.endswith("/1"):
+            _, rest = split_voucher(value)
+            value = self._rewrite(value.removesuffix(rest), Published.unpack(rest))
+        await super().publish(key, value)
 
 
-def of_another(**changes: Any) -> Callable[[Published], Published]:
+def with_fields(**changes: Any) -> Rewrite:
+    return lambda head, published: head + published._replace(**changes).pack()
+
+
+def of_another(**changes: Any) -> Rewrite:
     """What a rank elsewhere published, with a voucher that was good there."""
     context = replace(makers.contexts(secret=SECRET)[1], **changes)
-    return lambda published: Published.unpack(Security(context).publish([published.endpoint]))
+    return lambda _, published: Security(context).publish([published.endpoint])
 
 
-REWRITTEN: dict[str, Callable[[Published], Published]] = {
-    "endpoint": lambda published: published._replace(endpoint="tcp://127.0.0.1:1"),
-    "to ipc": lambda published: published._replace(endpoint="ipc://@elsewhere"),
-    "data endpoint": lambda published: published._replace(data_endpoint="tcp://127.0.0.1:1"),
-    "key": lambda published: published._replace(key=bytes(32)),
-    "voucher": lambda published: published._replace(voucher=bytes(32)),
-    "no voucher": lambda published: published._replace(voucher=b""),
+REWRITTEN: dict[str, Rewrite] = {
+    "endpoint": with_fields(endpoint="tcp://127.0.0.1:1"),
+    "to ipc": with_fields(endpoint="ipc://@elsewhere"),
+    "data endpoint": with_fields(data_endpoint="tcp://127.0.0.1:1"),
+    "key": with_fields(key=bytes(32)),
+    "voucher": lambda head, published: head[:-32] + bytes(32) + published.pack(),
+    "no voucher": lambda _, published: published.pack(),
     "another rank": of_another(rank=0),
     "another run": of_another(run_id="before"),
     "before a restart": of_another(restart=7),
@@ -142,7 +153,8 @@ async def test_a_secret_on_one_rank_only_is_named_by_both_at_once() -> None:
 async def test_a_voucher_that_a_stranger_writes_blames_the_store() -> None:
     one, _ = makers.contexts(connect_timeout_s=30.0)
     (end,) = over_tcp([replace(one, allow_insecure=True)])
-    await one.rendezvous.publish(endpoint_key(one, 1), b"tcp://127.0.0.1:1 - " + b"00" * 32 + b" " + b"00" * 32)
+    endpoint = b"tcp://127.0.0.1:1 - " + b"00" * 32
+    await one.rendezvous.publish(endpoint_key(one, 1), vouch(Secret(bytes(32)), endpoint))
     with pytest.raises(
         TransportError, match=r"an endpoint of rank 1 with a voucher.*, or another program wrote to the"
     ):

@@ -14,18 +14,18 @@ from compute.separate_double import CountingDouble, SeparateDouble, check_races,
 from torch import Tensor
 from transports.checks import CHECKS
 from transports.on_device import CpuOnlyInproc, over
+from transports.reordering import reordered
 from transports.staged_ends import MakeTransport, ends, is_on, on, zmq
 
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import DeviceCopies
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double import DoubleEvent
-from rrfp.testing.order import reordered
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import assert_same, data, index_of, receive, running, soon, stays_pending
 from rrfp.transports.base import Message
 from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.tunnel.announcements import STAGED
+from rrfp.transports.tunnel.p2p import STAGED
 from rrfp.transports.tunnel.transport import StagedTransport, staged
 from rrfp.transports.zmq.transport import ZmqTransport
 

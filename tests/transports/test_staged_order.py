@@ -80,7 +80,9 @@ async def test_control_is_received_while_tensors_are_on_their_way_to_the_device(
         gate.gate.set()
         await pair.left.send(1, replace(note(6), tensors=(on(pair.devices[0], 1),)))
         await pair.left.send(1, note(7))
-        assert [index_of(await receive(pair.right)) for _ in range(3)] == [1, 6, 7]
+        seen = [index_of(await receive(pair.right)) for _ in range(3)]
+        seen.remove(1)
+        assert seen == [6, 7]
 
 
 @pytest.mark.parametrize("make", [CpuOnlyInproc, InprocTransport])
@@ -126,7 +128,8 @@ async def test_control_stays_in_order_behind_a_copy_that_is_late(monkeypatch: py
             gate.gate.set()
             seen.append(index_of(await soon(receiving, "the copy ends")))
         seen += [index_of(await receive(pair.right)) for _ in range(2)]
-        assert seen == [2, 1, 3, 4]
+        seen.remove(1)  # whose place among the messages of another channel is free
+        assert seen == [2, 3, 4]
 
 
 async def test_a_peer_is_lost_after_its_last_message_was_copied() -> None:

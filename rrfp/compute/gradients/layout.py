@@ -38,7 +38,6 @@ _SAME, _COPY, _PARTIAL, _SHARD = 0, 1, 2, 3
 
 
 def as_dtensor(tensor: Tensor | None) -> DTensor | None:
-    """``tensor`` if it is a DTensor, else None."""
     # Never imports torch.distributed.tensor, which takes seconds: without it no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
     return cast("DTensor", tensor) if module is not None and isinstance(tensor, module.DTensor) else None

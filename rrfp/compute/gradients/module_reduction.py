@@ -5,7 +5,7 @@ They are recognised by the methods that torch gives them, so a pipeline without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -32,15 +32,20 @@ def shard_again(modules: Iterable[nn.Module]) -> None:
 
 def check_wrappers(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> None:
     """Refuse modules that reduce once for each forward and backward."""
+    for where, part in submodules(modules, text_of):
+        if (wrapper := _wrapper(part)) is not None:
+            name, remedy = wrapper
+            raise ConfigError(
+                f"{where} is in {name}, which reduces once for each forward and backward and gives wrong gradients "
+                f"with several microbatches: must be without it; {remedy}"
+            )
+
+
+def submodules(modules: Mapping[int, nn.Module], text_of: TextOf) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule of the virtual stages, with its display name."""
     for v, module in sorted(modules.items()):
         for path, part in module.named_modules():
-            if (wrapper := _wrapper(part)) is not None:
-                name, remedy = wrapper
-                where = f"the submodule {path!r} of {text_of(v)}" if path else f"the module of {text_of(v)}"
-                raise ConfigError(
-                    f"{where} is in {name}, which reduces once for each forward and backward and gives wrong gradients "
-                    f"with several microbatches: must be without it; {remedy}"
-                )
+            yield f"the submodule {path!r} of {text_of(v)}" if path else f"the module of {text_of(v)}", part
 
 
 def _wrapper(part: nn.Module) -> tuple[str, str] | None:

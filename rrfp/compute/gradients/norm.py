@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import as_dtensor, check_dense, local_part
+from rrfp.compute.gradients.process_groups import crossed
 from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.errors import ConfigError
 from rrfp.model.names import TextOf, numbered
@@ -145,15 +146,8 @@ def _counts(gradient: Tensor, topology: Topology, ranks: Sequence[int]) -> bool:
             index and placement.is_replicate() for index, placement in zip(indices, sharded.placements, strict=True)
         ):
             return False
-        spanned = _spanned(sharded.device_mesh, topology, ranks)
+        spanned = crossed(sharded.device_mesh.mesh.flatten().tolist(), topology, ranks)
     return not any(coordinates[name] for name, _ in mesh.dims if name in mesh.coordinate and name not in spanned)
-
-
-def _spanned(device_mesh: Any, topology: Topology, ranks: Sequence[int]) -> set[str]:
-    """The dims of the topology's mesh along which a DTensor's mesh has several ranks."""
-    members = [rank for rank in device_mesh.mesh.flatten().tolist() if rank in ranks]
-    coordinates = [topology.mesh.coordinates(ranks.index(rank)) for rank in members]
-    return {name for of_rank in coordinates for name, index in of_rank.items() if index != coordinates[0][name]}
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rrfp.compute.gradients.layout import as_dtensor
+from rrfp.compute.gradients.module_reduction import submodules
 from rrfp.compute.gradients.reducer import named_parameters
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
@@ -72,7 +73,7 @@ def check_sharded(
             members = sharded.device_mesh.mesh.flatten().tolist()
             if len(members) > 1 and not group.issuperset(members):
                 raise ConfigError(f"{name} {_why_refused('a DTensor', members, topology, ranks)}")
-            reduced = sorted(_crossed(members, topology, ranks).intersection(topology.mesh.reduce))
+            reduced = sorted(crossed(members, topology, ranks).intersection(topology.mesh.reduce))
             if reduced:
                 raise ConfigError(
                     f"{name} is a DTensor over the mesh dim {reduced[0]!r}, and its own collectives reduce its "
@@ -87,20 +88,18 @@ def check_synchronised(
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = set() if ranks is None else {ranks[rank] for rank in topology.group}
-    for v, module in sorted(modules.items()):
-        for path, part in module.named_modules():
-            if not isinstance(part, nn.SyncBatchNorm):
-                continue
-            members = dist.get_process_group_ranks(part.process_group)
-            if len(members) == 1 or group.issuperset(members):
-                continue
-            where = f"the submodule {path!r} of {text_of(v)}" if path else f"the module of {text_of(v)}"
-            if ranks is None:
-                raise ConfigError(
-                    f"{where} is a SyncBatchNorm over the ranks {members}, and all stages are in this process, which "
-                    "agrees with no other one on the order of tasks: must be without SyncBatchNorm"
-                )
-            raise ConfigError(f"{where} {_why_refused('a SyncBatchNorm', members, topology, ranks)}")
+    for where, part in submodules(modules, text_of):
+        if not isinstance(part, nn.SyncBatchNorm):
+            continue
+        members = dist.get_process_group_ranks(part.process_group)
+        if len(members) == 1 or group.issuperset(members):
+            continue
+        if ranks is None:
+            raise ConfigError(
+                f"{where} is a SyncBatchNorm over the ranks {members}, and all stages are in this process, which "
+                "agrees with no other one on the order of tasks: must be without SyncBatchNorm"
+            )
+        raise ConfigError(f"{where} {_why_refused('a SyncBatchNorm', members, topology, ranks)}")
 
 
 def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int]) -> None:
@@ -108,19 +107,13 @@ def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, rank
     # Over a dim that is not coordinated the pipeline reduces; over a coordinated one a sharded parameter's own
     # collectives do. A module may also call collectives of its own, which cannot be seen: so this only warns.
     mesh = topology.mesh
-    here, sizes = mesh.coordinates(topology.rank), dict(mesh.dims)
+    sizes = dict(mesh.dims)
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
-    members = {
-        rank
-        for sharded in map(as_dtensor, parameters)
-        if sharded is not None
-        for rank in sharded.device_mesh.mesh.flatten().tolist()
-    }
-    coordinates = [mesh.coordinates(ranks.index(rank)) for rank in members if rank in ranks]
+    meshes = [sharded.device_mesh for sharded in map(as_dtensor, parameters) if sharded is not None]
+    spanned = {name for each in meshes for name in crossed(each.mesh.flatten().tolist(), topology, ranks)}
     for name in mesh.coordinate:
-        is_sharded = any(of_rank[name] != here[name] for of_rank in coordinates if name in of_rank)
         is_reduced = not name.startswith(REPLICATED) or name in mesh.reduce or sizes.get(name, 1) == 1
-        if parameters and not is_reduced and not is_sharded:
+        if parameters and not is_reduced and name not in spanned:
             logger.warning(
                 "mesh dim %r is coordinated and no parameter is sharded over it: no gradients are summed over it, "
                 "unless the module does that itself; reduce=(%r,) sums them once a step",
@@ -139,19 +132,19 @@ def _why_refused(what: str, members: Sequence[int], topology: Topology, ranks: S
             f"{problem}, but the topology has no ranks {unknown}: {owner} must be within it, or give its mesh by mesh="
         )
     mesh = topology.mesh
-    crossed = _crossed(members, topology, ranks) - set(mesh.coordinate)
-    wanted = tuple(name for name, _ in mesh.dims if name in crossed and name != PIPELINE)
+    uncoordinated = crossed(members, topology, ranks) - set(mesh.coordinate)
+    wanted = tuple(name for name, _ in mesh.dims if name in uncoordinated and name != PIPELINE)
     remedy = f"coordinate is {mesh.coordinate!r}, must be {(*mesh.coordinate, *wanted)!r}"
     if wanted and not is_tensor:
         remedy += f", with reduce={wanted!r} unless parameters are sharded over that"
-    if PIPELINE in crossed:
+    if PIPELINE in uncoordinated:
         problem += f", but these ranks are of several stages: {owner} must not have the dim {PIPELINE!r}"
         return f"{problem}; then {remedy}" if wanted and not is_tensor else problem
     return f"{problem}: {remedy}"
 
 
-def _crossed(members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> set[str]:
-    """The dims of the mesh along which ``members`` are elsewhere."""
+def crossed(members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> set[str]:
+    """The dims of the topology's mesh along which those of ``members`` that it has are elsewhere."""
     here = topology.mesh.coordinates(topology.rank)
-    there = [topology.mesh.coordinates(ranks.index(rank)) for rank in members]
+    there = [topology.mesh.coordinates(ranks.index(rank)) for rank in members if rank in ranks]
     return {name for of_rank in there for name, index in of_rank.items() if index != here[name]}

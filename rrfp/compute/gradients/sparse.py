@@ -6,22 +6,22 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
+from rrfp.compute.gradients.module_reduction import submodules
 from rrfp.errors import ConfigError
 from rrfp.model.names import TextOf, numbered
 
 
-def sparse_tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def sparse_tables(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> Iterator[tuple[str, Tensor]]:
     """The embeddings with ``sparse=True`` and a trained weight."""
-    for path, part in module.named_modules():
+    for where, part in submodules(modules, text_of):
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
-            yield path, part.weight
+            yield where, part.weight
 
 
 def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: TextOf = numbered) -> None:
     """Refuse tables with sparse gradients, for the reason ``because``."""
-    for v, module in sorted(modules.items()):
-        for path, _ in sparse_tables(module):
-            raise ConfigError(f"{_describe(path, text_of(v))} has sparse=True, must be sparse=False: {because}")
+    for where, _ in sparse_tables(modules, text_of):
+        raise ConfigError(f"{where} has sparse=True, must be sparse=False: {because}")
 
 
 def check_ties_not_sparse(
@@ -29,15 +29,9 @@ def check_ties_not_sparse(
 ) -> None:
     """Refuse tied tables with sparse gradients."""
     names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
-    for v, module in sorted(modules.items()):
-        for path, weight in sparse_tables(module):
-            if (name := names.get(id(weight))) is not None:
-                raise ConfigError(
-                    f"{_describe(path, text_of(v))} has sparse=True, must be sparse=False: its weight is in the tie "
-                    f"{name!r}, whose copies add dense gradients"
-                )
-
-
-def _describe(path: str, where: str) -> str:
-    what = f"the submodule {path!r}" if path else "the module"
-    return f"{what} of {where}"
+    for where, weight in sparse_tables(modules, text_of):
+        if (name := names.get(id(weight))) is not None:
+            raise ConfigError(
+                f"{where} has sparse=True, must be sparse=False: its weight is in the tie {name!r}, whose copies add "
+                "dense gradients"
+            )

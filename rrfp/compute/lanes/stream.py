@@ -140,11 +140,9 @@ class StreamLane(ThreadLane):
             self._calls.put((partial(self._pass_fence, event), None))
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """See :meth:`Lane.adopt`."""
         self._note_use(tensors, self._stream)
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        """See :meth:`Lane.hand_over`."""
         self._note_use(tensors, self.device.current_stream())
 
     def stack(self) -> str:

@@ -65,7 +65,6 @@ class ThreadLane(Lane):
         self._last: _Call | None = None
 
     def start(self) -> None:
-        """Start the thread. See :meth:`Lane.start`."""
         if self._loop is not None:
             raise RuntimeError("the lane was started before")
         self._loop = asyncio.get_running_loop()
@@ -81,7 +80,6 @@ class ThreadLane(Lane):
         return future
 
     def stack(self) -> str:
-        """See :meth:`Lane.stack`."""
         return "" if self._thread is None else stack_of(self._thread.ident)
 
     def core_wait(self) -> float | None:

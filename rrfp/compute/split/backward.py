@@ -22,7 +22,6 @@ W.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -45,32 +44,24 @@ from rrfp.errors import ConfigError, StageError
 from rrfp.log import get_logger
 
 
-@dataclass(frozen=True, slots=True)
-class Deferral:
-    """The gradients that are held and those that are deferred."""
-
-    #: AccumulateGrad nodes of the parameters whose gradients B computes.
-    held: list[Node]
-    #: Operators whose weight gradients are deferred, with the edges that lead to deferred parameters.
-    operators: dict[Node, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, graph: AutogradGraph, inputs: Sequence[Tensor], min_flops: float) -> Deferral:
-        """Decide for all parameters of ``graph``; ``inputs`` are its leaves that are no parameters."""
-        search = _Search(graph, min_flops)
-        input_ids = {id(tensor) for tensor in inputs}
-        held: list[Node] = []
-        operators: dict[Node, list[int]] = {}
-        for node, tensor in graph.leaves():
-            if id(tensor) in input_ids or not tensor.requires_grad:
-                continue
-            sources = None if tensor._backward_hooks else search.sources(node)
-            if sources is None:
-                held.append(node)
-                continue
-            for operator, edge in sources:
-                operators.setdefault(operator, []).append(edge)
-        return cls(held, {node: tuple(sorted(edges)) for node, edges in operators.items()})
+def _held_and_deferred(
+    graph: AutogradGraph, inputs: Sequence[Tensor], min_flops: float
+) -> tuple[list[Node], dict[Node, tuple[int, ...]]]:
+    """The nodes of held parameters; the deferred operators, with their edges that lead to deferred parameters."""
+    search = _Search(graph, min_flops)
+    input_ids = {id(tensor) for tensor in inputs}
+    held: list[Node] = []
+    operators: dict[Node, list[int]] = {}
+    for node, tensor in graph.leaves():
+        if id(tensor) in input_ids or not tensor.requires_grad:
+            continue
+        sources = None if tensor._backward_hooks else search.sources(node)
+        if sources is None:
+            held.append(node)
+            continue
+        for operator, edge in sources:
+            operators.setdefault(operator, []).append(edge)
+    return held, {node: tuple(sorted(edges)) for node, edges in operators.items()}
 
 
 class _Search:
@@ -203,36 +194,24 @@ def input_gradients(
     min_flops: float = MIN_FLOPS,
     graph: AutogradGraph | None = None,
 ) -> tuple[tuple[Tensor | None, ...], PendingWeights]:
-    """B: the gradients of ``inputs``, and the pending weights of all other leaves that require grad.
-
-    Args:
-        roots: where backward enters: outputs, or their gradient edges.
-        gradients: of the roots.
-        inputs: leaves whose gradients are returned and not accumulated.
-        min_flops: operators whose weight gradient takes fewer operations are not deferred.
-        graph: the graph of the roots, if it has been walked.
-
-    Returns:
-        One gradient for each input, None if none reaches it; and the pending weights.
-    """
+    """B: the gradients of ``inputs``, and the pending weights of all other leaves that require grad."""
     if graph is None:
         graph = AutogradGraph.walk(nodes_of(roots))
-    deferral = Deferral.of(graph, inputs, min_flops)
-    parameters = [node.variable for node in deferral.held]
-    targets: list[Any] = [*inputs, *parameters, *(GradientEdge(node, 0) for node in deferral.operators)]
+    held, operators = _held_and_deferred(graph, inputs, min_flops)
+    parameters = [node.variable for node in held]
+    targets: list[Any] = [*inputs, *parameters, *(GradientEdge(node, 0) for node in operators)]
     if not targets:
         return (), PendingWeights()
     # Saved before the call, because autograd frees its own saved tensors during it.
-    saved = {node: RULES[graph.names[node]].save(node) for node in deferral.operators}
-    with OuterGradients(deferral.operators) as outer:
+    saved = {node: RULES[graph.names[node]].save(node) for node in operators}
+    with OuterGradients(operators) as outer:
         results = run_grad(roots, gradients, targets)
     input_grads, rest = results[: len(inputs)], results[len(inputs) :]
-    held = zip(deferral.held, rest, strict=False)
-    output_grads = {**dict(zip(deferral.operators, rest[len(parameters) :], strict=True)), **outer.by_node}
+    output_grads = {**dict(zip(operators, rest[len(parameters) :], strict=True)), **outer.by_node}
     return tuple(input_grads), PendingWeights(
-        [(node, gradient) for node, gradient in held if gradient is not None],
+        [(node, gradient) for node, gradient in zip(held, rest, strict=False) if gradient is not None],
         [
-            Deferred(node, kept, gradient, deferral.operators[node])
+            Deferred(node, kept, gradient, operators[node])
             for node, gradient in output_grads.items()
             if gradient is not None and (kept := saved[node]) is not None
         ],

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,11 @@ from rrfp.compute.activations import unpack_measured
 from rrfp.compute.split.autograd_graph import Node
 
 
-class Saved:
+class Saved(NamedTuple):
     """The values that a rule keeps of one node until W."""
 
-    __slots__ = ("arguments", "tensors")
-
-    def __init__(self, tensors: Sequence[Tensor], arguments: Sequence[Any] = ()) -> None:
-        self.tensors = tuple(tensors)
-        self.arguments = tuple(arguments)
+    tensors: tuple[Tensor, ...]
+    arguments: tuple[Any, ...] = ()
 
 
 class Rule(ABC):

@@ -46,11 +46,6 @@ class ChunkTasks(StageProgram):
 
     It relies on natural order: of each kind on each chunk, microbatch 0 comes first and M - 1 last. Between two steps
     it holds nothing of the model, whose owner may drop it.
-
-    Args:
-        names: what errors call the chunks.
-        virtual_stages: of the chunks, in their order.
-        total: all virtual stages.
     """
 
     def __init__(self, names: Sequence[str], virtual_stages: Sequence[int], total: int) -> None:

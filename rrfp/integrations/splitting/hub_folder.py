@@ -66,7 +66,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
@@ -123,14 +122,12 @@ class HubFolder:
         return list(self._file_of)
 
     def entry(self, name: str) -> Entry:
-        """Where an entry lies."""
         file = self._file_of[name]
         if name not in (entries := self._entries(file)):
             raise ConfigError(f"{self.path / file} lacks {name!r}, must have it: {INDEX} says so")
         return entries[name]
 
     def is_same(self, name: str, other: str) -> bool:
-        """Whether two entries are equal."""
         first, second = self.entry(name), self.entry(other)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
@@ -197,7 +194,6 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """The name of one of so many files."""
     return SINGLE if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 

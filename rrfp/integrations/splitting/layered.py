@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rrfp.compute.activations import ActivationMeter
+from rrfp.compute.activations import ActivationMeter, tensors_in
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
@@ -73,7 +73,6 @@ class Layered(ABC):
         self.run(sample)
 
     def named_cuts(self, cuts: Sequence[int]) -> list[Any]:
-        """The cuts as texts show them."""
         return list(cuts)
 
     def weights(self) -> Weights:
@@ -131,14 +130,6 @@ def check_shared_buffers(layered: Layered, parts: Sequence[nn.Module]) -> None:
                         f"{'.'.join(filter(None, (path, name)))!r}, which parts {holders[id(buffer)]} and {index} both "
                         "use: must be used in one part; cut it elsewhere"
                     )
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a nesting of tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for item in items for tensor in tensors_of(item)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +261,6 @@ class MeasuredLayers:
         return LayerCosts(before, layers, after)
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-able data."""
         return asdict(self)
 
 
@@ -309,7 +299,7 @@ def _taken(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Seconds of a forward and of a backward, and the bytes that are kept between."""
     args = tuple(_learning(value) for value in args)
     kwargs = {name: _learning(value) for name, value in kwargs.items()}
-    wanted = [tensor for tensor in (*tensors_of((args, kwargs)), *module.parameters()) if tensor.requires_grad]
+    wanted = [tensor for tensor in (*tensors_in((args, kwargs)), *module.parameters()) if tensor.requires_grad]
     forward: list[float] = []
     backward: list[float] = []
     with torch.enable_grad():
@@ -319,7 +309,7 @@ def _taken(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         for _ in range(REPEATS):
             own, named = _fresh(args, kwargs)
             with _timed(wanted, forward):
-                outputs = [tensor for tensor in tensors_of(module(*own, **named)) if tensor.requires_grad]
+                outputs = [tensor for tensor in tensors_in(module(*own, **named)) if tensor.requires_grad]
             with _timed(wanted, backward):
                 if outputs:
                     ones = [torch.ones_like(tensor) for tensor in outputs]

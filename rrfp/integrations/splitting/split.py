@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rrfp.compute.activations import tensors_in
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
@@ -23,7 +24,6 @@ from rrfp.integrations.splitting.layered import (
     check_hooks,
     check_shared_buffers,
     evaluating,
-    tensors_of,
 )
 from rrfp.integrations.splitting.layered import measure as layer_times
 from rrfp.integrations.splitting.stages import Split
@@ -289,7 +289,7 @@ def _results(output: Any, loss: Tensor | None, parameters: Mapping[str, nn.Param
     outputs = {
         f"output {name}".strip() + (f"[{index}]" if index else ""): tensor
         for name, value in named
-        for index, tensor in enumerate(tensors_of(value))
+        for index, tensor in enumerate(tensors_in(value))
         if tensor.is_floating_point()
     }
     results: _Results = {name: tensor.detach() for name, tensor in outputs.items()}

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from rrfp import Limit, Topology
 from rrfp.errors import ConfigError
@@ -56,13 +58,11 @@ def check_stages(stages: Any) -> list[Stage]:
 
 
 def check_microbatches(n_microbatches: Any) -> None:
-    """Refuse a number of microbatches that is none."""
     if type(n_microbatches) is not int or n_microbatches < 1:
         raise ConfigError(f"n_microbatches is {n_microbatches!r}, must be a whole number >= 1")
 
 
 def check_init_timeout(init_timeout: Any) -> None:
-    """Refuse a time limit that is none."""
     is_number = isinstance(init_timeout, int | float) and not isinstance(init_timeout, bool)
     if not is_number or not 0 < init_timeout < float("inf"):
         raise ConfigError(f"init_timeout is {init_timeout!r}, must be a finite number of seconds above 0")
@@ -122,10 +122,10 @@ def check_collectives(stage: Stage, in_order: Collection[int]) -> None:
             "gather its parameters, and the ranks that gather together are in pipelines of their own, each with its "
             "own order of tasks"
         )
-    if not private.is_fsdp(module):
+    if not isinstance(module, FSDPModule):
         for path, part_module in _parts(module):
-            if private.is_fsdp(part_module) or private.is_ddp(part_module):
-                kind = "fully_shard" if private.is_fsdp(part_module) else "DistributedDataParallel"
+            if isinstance(part_module, FSDPModule | DistributedDataParallel):
+                kind = "fully_shard" if isinstance(part_module, FSDPModule) else "DistributedDataParallel"
                 raise ConfigError(
                     f"{name}: {kind} is applied to {_named(path)}, must be applied to the stage's module too (then "
                     "torch's stage reduces once a step): gradients would be reduced in every backward"
@@ -184,7 +184,8 @@ def check_cut(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, arg_mb
 
 def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The parts of ``module`` that wrap gradients by themselves: of a module in DDP none."""
-    return [] if private.is_ddp(module) else [(path, part) for path, part in module.named_modules() if path]
+    is_ddp = isinstance(module, DistributedDataParallel)
+    return [] if is_ddp else [(path, part) for path, part in module.named_modules() if path]
 
 
 def _named(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,6 @@ class Layout:
     ranks: tuple[int, ...]
     #: a number that the ranks of this schedule share, and no others.
     token: int
-
-    @property
-    def rank_of(self) -> Mapping[int, int]:
-        """The rank of every stage, by its index."""
-        return dict(enumerate(self.ranks))
 
     @classmethod
     def gather(cls, stages: Sequence[Stage], microbatches: int, *, has_loss: bool, scales_grads: bool) -> Layout:

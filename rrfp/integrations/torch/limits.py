@@ -49,19 +49,13 @@ def within(
 ) -> T:
     """The result of ``call``, made on a thread of its own, unless ``check`` raises meanwhile; logs a long wait once.
 
-    Args:
-        seconds: the limit.
-        what: the call's name.
-        call: what may block.
-        check: asked every now and then.
-        missing: for whom the call waits, as the beginning of a sentence; empty if unknown.
-        warn_s: after how many seconds the wait is logged.
+    ``missing`` says for whom the call waits, as the beginning of a sentence; empty if unknown.
     """
     outcome: Future[T] = Future()
     thread = threading.Thread(target=_run, args=(call, outcome), name=f"rrfp-{what}", daemon=True)
     thread.start()
     deadline, warning = time.monotonic() + seconds, time.monotonic() + warn_s
-    while not _is_done(outcome, min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+    while not wait([outcome], min(LOOK_S, max(0.0, deadline - time.monotonic()))).done:
         check()
         if time.monotonic() >= warning:
             warning = float("inf")
@@ -82,11 +76,6 @@ def within(
     if outcome.exception() is not None:
         check()  # a peer that failed has closed its connections, too: the failure says more
     return outcome.result()
-
-
-def _is_done(outcome: Future[Any], seconds: float) -> bool:
-    done, _ = wait([outcome], seconds)
-    return bool(done)
 
 
 def _run(call: Callable[[], Any], outcome: Future[Any]) -> None:
@@ -143,7 +132,6 @@ class ReceiveWatch:
 
     @property
     def name(self) -> str:
-        """The exchange's."""
         return self._exchange.name
 
     def come(self) -> None:
@@ -164,8 +152,7 @@ class ReceiveWatch:
         """
         answer: Future[str | None] = Future()
         Thread(target=lambda: answer.set_result(_attempt(self._read)), daemon=True).start()
-        done, _ = wait([answer], ASK_S)
-        return self._named(answer.result() or "") if done else ""
+        return self._named(answer.result() or "") if wait([answer], ASK_S).done else ""
 
     def _read(self) -> str:
         # A store's own connection may be taken by a call that waits.

@@ -66,7 +66,6 @@ class TorchSchedule(PipelineScheduleMulti):
 
     @property
     def n_microbatches(self) -> int:
-        """M."""
         return self._n_microbatches
 
     @property
@@ -183,7 +182,6 @@ def local_shard(tensor: Tensor | None) -> Tensor | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a nesting."""
     return [value] if isinstance(value, Tensor) else list(filter(torch.is_tensor, tree_leaves(value)))
 
 
@@ -349,11 +347,3 @@ def mesh_of(stage: Stage, dims: tuple[str, ...]) -> DeviceMesh | None:
     except (ValueError, PipeliningMetadataError):
         return None
     return mesh
-
-
-def is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)

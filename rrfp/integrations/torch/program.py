@@ -11,6 +11,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from rrfp import AdoptedGradients, Batch, CallerModes, Mode, Payload, SplitBackward, StageProgram, StepId, Task
 from rrfp.errors import StageError
@@ -66,18 +68,16 @@ class StageTasks(StageProgram):
 
     Args:
         stages: by index, ascending.
-        microbatches: M.
         split: None if a backward forms all gradients; else it leaves those of weights to W, and where that cannot be,
             it does as ``unsplittable`` of `rrfp.SplitBackward` says.
         divisor: of the gradients of a step, once all are formed.
     """
 
-    def __init__(self, stages: Sequence[Stage], microbatches: int, *, split: Unsplittable | None, divisor: int) -> None:
+    def __init__(self, stages: Sequence[Stage], *, split: Unsplittable | None, divisor: int) -> None:
         self.data: StepData | None = None
         self.step_losses: dict[int, Tensor] = {}
         self.step_outputs: dict[int, Any] = {}
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._microbatches = microbatches
         #: Of stages whose weights have work of their own, torch's.
         self._splits = {
             # Reductions are off in all backwards of a step: `_reduce` runs them.
@@ -123,7 +123,6 @@ class StageTasks(StageProgram):
             self._modes.backward(self._reduce, self._stages[self._to_reduce.popleft()])
 
     def name_of(self, virtual_stage: int) -> str:
-        """See `rrfp.StageProgram.name_of`: the class of the module."""
         return type(self._stages[virtual_stage].submod).__name__
 
     def losses(self) -> Mapping[int, float]:
@@ -226,9 +225,9 @@ class StageTasks(StageProgram):
         self._adopted[v].copy_out_of(memory)
 
     def _reduce(self, stage: Stage) -> None:
-        if private.is_ddp(stage.submod):
+        if isinstance(stage.submod, DistributedDataParallel):
             private.reduce_ddp(stage)
-        if self._of_step.finalizes or not private.is_fsdp(stage.submod):
+        if self._of_step.finalizes or not isinstance(stage.submod, FSDPModule):
             stage.perform_reduce_grad(self._divisor)
 
     @property

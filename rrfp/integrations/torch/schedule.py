@@ -155,9 +155,9 @@ class ScheduleRRFP(TorchSchedule):
         arrivals = ReceiveWatch(listed[0], STAGES)
         arrivals.come()
         layout = self._in_time(arrivals, gather)
-        self.map_stages(layout.rank_of)
+        self.map_stages(dict(enumerate(layout.ranks)))
         divisor = n_microbatches if scale_grads else 1
-        self._tasks = StageTasks(listed, n_microbatches, split=_split_of(options), divisor=divisor)
+        self._tasks = StageTasks(listed, split=_split_of(options), divisor=divisor)
         self._pipe = OpenPipeline(pipeline_of(self._tasks, listed, layout, mesh, coordinate, options), self, "schedule")
         self._shapes = ReceiveWatch(listed[0], shapes_of(layout.token))
         #: Whether the stages know the shapes of training or of evaluations; None before the first call.

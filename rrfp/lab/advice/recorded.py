@@ -89,15 +89,15 @@ class Recorded:
 
     def peak_held(self) -> int:
         """The most chunk tasks that a stage held."""
-        return max((entry.peaks.held for trace in self.traces for entry in trace.peaks), default=0)
+        return max((peaks.held for trace in self.traces for peaks in trace.peaks.values()), default=0)
 
     def core_wait(self) -> float | None:
         """The largest part of its tasks' time for which a stage waited for a core; None where not recorded."""
         parts = [
-            wait.seconds / seconds
+            waited / seconds
             for trace in self.traces
-            for wait in trace.core_waits
-            if (seconds := sum(span.end - span.start for span in trace.tasks if span.stage == wait.stage))
+            for stage, waited in trace.core_waits.items()
+            if (seconds := sum(span.end - span.start for span in trace.tasks if span.stage == stage))
         ]
         by_stage = np.array(parts).reshape(len(self.traces), -1) if parts else None
         return None if by_stage is None else float(np.median(by_stage, axis=0).max())

@@ -208,7 +208,7 @@ class StepReport:
 
     @classmethod
     def of(cls, trace: StepTrace, stages: Sequence[int]) -> StepReport:
-        num_bytes = {entry.stage: entry.peaks.num_bytes for entry in trace.peaks}
+        num_bytes = {stage: peaks.num_bytes for stage, peaks in trace.peaks.items()}
         reports = (
             TracedStage(stage, breakdown(trace, stage), peak_held(trace, stage), num_bytes.get(stage))
             for stage in stages

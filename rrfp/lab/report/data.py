@@ -172,7 +172,7 @@ def _limit_text(job: TracedJob | None) -> str:
 def _step(trace: StepTrace, stages: Sequence[int]) -> Plain:
     by_stage = _by_stage(trace)
     own = [by_stage.get(stage) or replace(trace, tasks=(), waits=(), messages=()) for stage in stages]
-    slots = {entry.stage: entry.slots for entry in trace.limits}
+    slots = trace.limits
     return {
         "number": trace.step,
         "training": is_training(trace),

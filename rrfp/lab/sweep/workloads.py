@@ -154,8 +154,7 @@ class CostFile:
 
     def sizes(self) -> Sequence[float] | None:
         """How large each microbatch is; None: untold."""
-        from rrfp.costs.files import read_sizes
-        from rrfp.lab.simulation import planned_sizes
+        from rrfp.lab.simulation import planned_sizes, read_sizes
 
         costs = self.costs()
         if self.sizes_from is None:

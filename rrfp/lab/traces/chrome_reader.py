@@ -2,8 +2,9 @@
 
 import math
 import os
+import reprlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,14 +12,26 @@ from typing import Any
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.table import checked_sizes
 from rrfp.errors import ConfigError
+from rrfp.model import plain_graph
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
-from rrfp.plain import Reader, number, or_none, read_json, shown, text, value_error, whole
+from rrfp.plain import (
+    Reader,
+    fields_of,
+    flag,
+    number,
+    one_of,
+    or_none,
+    read_json,
+    shown,
+    text,
+    value_error,
+    whole,
+)
 from rrfp.trace.breakdown import CAUSE_LABELS
-from rrfp.trace.chrome import BYTES, CORE_WAITS, LAUNCHED, LIMITS, SIZES, STEPS_THREAD
-from rrfp.trace.graph_data import GRAPH, SKIPPED, graph_from_plain, skipped_from_plain
-from rrfp.trace.job_data import JOB, TracedJob
-from rrfp.trace.spans import CoreWait, MessageSpan, StagePeaks, StageSlots, StepTrace, TaskSpan, WaitSpan
+from rrfp.trace.chrome import BYTES, CORE_WAITS, GRAPH, LAUNCHED, LIMITS, SIZES, SKIPPED, STEPS_THREAD
+from rrfp.trace.job_data import JOB, TracedJob, read_limit
+from rrfp.trace.spans import MessageSpan, Skip, StepTrace, TaskSpan, WaitSpan
 
 #: Readers of the numbers of a file, which the caller of `read_chrome` knows.
 _whole, _number = partial(whole, error=value_error), partial(number, error=value_error)
@@ -59,7 +72,26 @@ def read_clock_error(other_data: Any) -> float:
 def read_job(other_data: Any) -> TracedJob | None:
     """How the job ran, where the file says so."""
     plain = other_data.get(JOB) if isinstance(other_data, dict) else None
-    return None if plain is None else TracedJob.from_plain(plain)
+    if plain is not None and not isinstance(plain, dict):
+        raise ValueError(f"otherData.{JOB} is {shown(plain)}, must be an object")
+    return None if plain is None else TracedJob(**fields_of(plain, _JOB, error=_job_error))
+
+
+def _job_error(field: str, reason: str) -> ValueError:
+    return value_error(f"otherData.{JOB}.{field}", reason)
+
+
+_NAME = partial(or_none, text)
+_JOB: dict[str, Reader] = {
+    "hint": _NAME,
+    "limit": read_limit,
+    "strict": _NAME,
+    "order": partial(one_of, ("free", "natural")),
+    "members": partial(whole, least=1),
+    "coordination": partial(one_of, ("leader", "agreement")),
+    "takes_offers": flag,
+    "is_serial": flag,
+}
 
 
 _CAUSES = {f"wait: {label}": cause for cause, label in CAUSE_LABELS.items()}
@@ -132,10 +164,10 @@ class _Reader:
         self._tasks: dict[int, list[TaskSpan]] = defaultdict(list)
         self._waits: dict[int, list[WaitSpan]] = defaultdict(list)
         self._messages: dict[int, list[MessageSpan]] = defaultdict(list)
-        self._peaks: dict[int, tuple[StagePeaks, ...]] = {}
-        self._limits: dict[int, tuple[StageSlots, ...]] = {}
+        self._peaks: dict[int, dict[int, Peaks]] = {}
+        self._limits: dict[int, dict[int, int]] = {}
         self._sizes: dict[int, tuple[float, ...] | None] = {}
-        self._core_waits: dict[int, tuple[CoreWait, ...]] = {}
+        self._core_waits: dict[int, dict[int, float]] = {}
         #: Step -> the first event of one of its stages.
         self._mentioned: dict[int, int] = {}
         self._graph: TaskGraph | None = None
@@ -175,7 +207,7 @@ class _Reader:
             raise ValueError(f"args is {shown(args)}, must be an object")
         if event["ph"] == "M":
             self._name = _read(text, "name", args, "args.")
-            self._graph = graph_from_plain(args[GRAPH]) if GRAPH in args else None
+            self._graph = _graph(args[GRAPH]) if GRAPH in args else None
             return
         step = _read(whole, "step", args, "args.")
         ts, dur = _read(number, "ts", event), _read(number, "dur", event, "", 0)
@@ -218,7 +250,7 @@ class _Reader:
         tasks, waits = _by_start(self._tasks[step]), _by_start(self._waits[step])
         plain, index = self._skipped[step]
         try:
-            skipped = skipped_from_plain(plain, self._graph)
+            skipped = _skipped(plain, self._graph)
         except ValueError as error:
             raise ConfigError(f"traceEvents[{index}]: {error}") from None
         messages = tuple(self._messages[step])
@@ -244,34 +276,58 @@ def _cause(name: str) -> WaitCause:
     return _CAUSES[name]
 
 
-def _peaks(by_stage: Any) -> tuple[StagePeaks, ...]:
+def _peaks(by_stage: Any) -> dict[int, Peaks]:
     try:
-        read = tuple(
-            StagePeaks(int(stage), Peaks(**{name: int(value) for name, value in peaks.items()}))
+        read = {
+            int(stage): Peaks(**{name: int(value) for name, value in peaks.items()})
             for stage, peaks in by_stage.items()
-        )
-        if any(entry.stage < 0 or min(astuple(entry.peaks)) < 0 for entry in read):
+        }
+        if any(stage < 0 or min(astuple(peaks)) < 0 for stage, peaks in read.items()):
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"args.peaks is {shown(by_stage)}, must be numbers from 0 on by name, by stage") from None
     return read
 
 
-def _limits(by_stage: Any) -> tuple[StageSlots, ...]:
+def _graph(plain: Any) -> TaskGraph:
+    """Backward counts as whole."""
+    fields = plain_graph.PLAIN_FIELDS
+    if not isinstance(plain, dict) or not plain.keys() >= set(fields):
+        raise ValueError(f"args.{GRAPH} is {reprlib.repr(plain)}, must be an object with {', '.join(fields)}")
+    return plain_graph.graph_from_plain(plain)
+
+
+def _skipped(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
+    numbers = {} if graph is None else {name: v for v, name in enumerate(graph.names)}
+    if not isinstance(plain, Mapping) or not plain.keys() <= numbers.keys():
+        raise ValueError(
+            f"args.{SKIPPED} is {reprlib.repr(plain)}, must be lists of microbatches by virtual stage: "
+            f"{', '.join(numbers) or 'none, as the run has no graph'}"
+        )
+    skips = []
+    for name, microbatches in plain.items():
+        field = f"args.{SKIPPED}.{name}"
+        if not isinstance(microbatches, list):
+            raise value_error(field, f"is {reprlib.repr(microbatches)}, must be a list of microbatches")
+        skips += [(_whole(field, microbatch), numbers[name]) for microbatch in microbatches]
+    return tuple(sorted(skips))
+
+
+def _limits(by_stage: Any) -> dict[int, int]:
     try:
-        read = tuple(StageSlots(int(stage), int(slots)) for stage, slots in by_stage.items())
-        if any(entry.stage < 0 or entry.slots < 1 for entry in read):
+        read = {int(stage): int(slots) for stage, slots in by_stage.items()}
+        if any(stage < 0 or slots < 1 for stage, slots in read.items()):
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError(f"args.{LIMITS} is {shown(by_stage)}, must be numbers from 1 on by stage") from None
     return read
 
 
-def _core_waits(by_stage: Any) -> tuple[CoreWait, ...]:
+def _core_waits(by_stage: Any) -> dict[int, float]:
     field = f"args.{CORE_WAITS}"
     if not isinstance(by_stage, dict) or not all(stage.isascii() and stage.isdigit() for stage in by_stage):
         raise ValueError(f"{field} is {shown(by_stage)}, must be seconds by stage")
-    return tuple(CoreWait(int(stage), _number(field, seconds, 0)) for stage, seconds in by_stage.items())
+    return {int(stage): _number(field, seconds, 0) for stage, seconds in by_stage.items()}
 
 
 def _sizes(value: Any) -> tuple[float, ...]:

@@ -47,18 +47,13 @@ class PeerMonitor:
         context: RankContext,
         processes: Mapping[int, ProcessIdentity],
         post: Callable[[int, Message], None],
-        stall_after: float,
-        abort_after: float | None,
     ) -> None:
+        self._context = context
         self._topology = context.topology
         self._processes = processes
-        self._peers = context.transport.context.peers
-        self._fail = context.fail
-        self._observer = context.observer
-        self._closed_peers = context.closed_peers
         self._post = post
-        self._repeat_s = stall_after / 2
-        self._abort_after = abort_after
+        self._repeat_s = context.settings.stall_after / 2
+        self._abort_after = context.settings.abort_after
         self._open: dict[int, _Question] = {}
         self._announced_at: dict[int, float] = {}
         self.handlers: Mapping[MessageKind, Handler] = {
@@ -119,7 +114,7 @@ class PeerMonitor:
 
     def _missed(self, peer: int) -> None:
         question = self._open[peer]
-        if peer in self._closed_peers:  # it left, and answers nothing any more
+        if peer in self._context.closed_peers:  # it left, and answers nothing any more
             self.on_answer(peer)
             return
         question.announced = True
@@ -136,15 +131,17 @@ class PeerMonitor:
             "plugged-in code such as a hint blocks it, a call keeps the interpreter's lock, or the process is stopped"
         )
         logger.warning("%s", text, stage=self._topology.place_of(rank).stage, rank=rank)
-        self._observer.stalled(text)
-        for peer in self._peers:
+        self._context.settings.observer.stalled(text)
+        for peer in self._context.transport.context.peers:
             if peer != rank:
                 body = {"rank": rank, "seconds": seconds}
                 self._post(peer, Message(Channel.CONTROL, MessageKind.UNRESPONSIVE, body=body))
 
     def _give_up(self, peer: int) -> None:
-        if peer in self._closed_peers:
+        if peer in self._context.closed_peers:
             return
         silent = asyncio.get_running_loop().time() - self._open[peer].since
         process = f" ({process})" if (process := self.process_of(peer)) else ""
-        self._fail(PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{process}"))
+        self._context.fail(
+            PeerLostError(peer, f"its event loop has not run for {silent:.1f} s, which is abort_after{process}")
+        )

@@ -36,7 +36,6 @@ class StallProgress:
         return self._executor.extra if task is None else self._core.graph.text_of(task)
 
     def running_task(self) -> Task | None:
-        """The task that the lane is busy with."""
         return self._core.in_flight[0] if self._core.in_flight else None
 
     def running_seconds(self) -> float:
@@ -44,7 +43,6 @@ class StallProgress:
         return 0.0 if self.running() is None else self._now() - self._executor.running_since
 
     def status(self) -> RankStatus:
-        """How this rank is doing."""
         activity, running, now = self._activity, self.running(), self._now()
         is_in_step = activity.step is not None
         dispute = self._driver.dispute() if is_in_step else None

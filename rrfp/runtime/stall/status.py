@@ -81,7 +81,6 @@ class RankStatus:
 
     @property
     def who(self) -> str:
-        """The display name of the rank."""
         return self.name or f"stage {self.stage}"
 
     @property

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-
 from rrfp import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime import records
-from rrfp.runtime.all_gather import to_tensor
+from rrfp.runtime.all_gather import bytes_in, to_tensor
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import neighbours, towards
 from rrfp.runtime.messenger import Handler
@@ -108,9 +106,7 @@ class StatusQuery:
         raise ProtocolError(f"rank {message.sender} sent a status that this rank did not ask for")
 
     def _take(self, message: Message, number: int, rank: int) -> None:
-        tensor = message.tensors[0] if len(message.tensors) == 1 else None
-        packed = tensor.numpy().tobytes() if tensor is not None and tensor.dtype is torch.uint8 else b""
-        status = records.unpack(RankStatus, packed, "a status")
+        status = records.unpack(RankStatus, bytes_in(message), "a status")
         if (question := self._open.get(number)) is not None:  # else it was given up
             question.answers[rank] = status
             if len(question.answers) == self._topology.world:

@@ -1,70 +1,143 @@
-"""Finds out why a rank is idle, and ends a deadlock with a report on every rank.
+"""Watches for what has stopped: processes, event loops, tasks, and the job as a whole.
 
 A rank that has been idle inside a step, or waiting for all between two steps, for `stall_after` seconds asks rank 0.
-That asks all ranks for their status, and passes the verdict on: one log line that names the slow rank, or the end.
-Where a rank's loop does not run, there is no verdict: `PeerMonitor` names that rank.
+That asks all ranks for their status, and passes the verdict on: one log line that names the slow rank, or, of a
+deadlock, the end with a report on every rank. Where a rank's loop does not run, there is no verdict: `PeerMonitor`
+names that rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rrfp import timeouts
-from rrfp.errors import DeadlockError, ProtocolError
+from rrfp.errors import DeadlockError, OverdueError, PeerLostError, ProtocolError
+from rrfp.host import ProcessIdentity, ProcessWatch, ended
 from rrfp.log import get_logger
 from rrfp.runtime import records
-from rrfp.runtime.all_gather import to_tensor
+from rrfp.runtime.all_gather import TreeAllGather, bytes_in, to_tensor
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
+from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.messenger import Handler
 from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.status import RankStatus, Verdict, judge
 from rrfp.runtime.stall.status_query import StatusQuery
+from rrfp.runtime.start.handshake import StartDigests
 from rrfp.transports.base import Channel, Message, MessageKind
 
 logger = get_logger(__name__)
 
-#: A rank asks late by this part of `stall_after` at most.
+#: A rank asks, or a task ends the pipeline, late by this part of the limit at most.
 _PRECISION = 0.01
 
 
-class Watchdog:
-    """One rank's part in finding stalls; it asks after ``stall_after`` seconds of idleness."""
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What a rank tells all others first."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        progress: StallProgress,
-        query: StatusQuery,
-        peer_monitor: PeerMonitor,
-        post: Callable[[int, Message], None],
-        stall_after: float,
-    ) -> None:
-        self._rank = rank = context.topology.rank
-        self._parent = parent(rank)
-        self._children = children(rank, context.topology.world)
-        self._fail = context.fail
-        self._observer = context.observer
-        self._spawn = context.supervisor.spawn
-        self._save_events = context.save_events
-        self._closed_peers = context.closed_peers
-        self._progress = progress
-        self._query = query
-        self._peer_monitor = peer_monitor
-        self._post = post
-        self._stall_after = stall_after
+    process: ProcessIdentity
+    agreement: StartDigests
+
+
+class Watchdog:
+    """One rank's part in finding out why nothing moves; it asks after ``stall_after`` seconds of idleness."""
+
+    def __init__(self, context: RankContext, driver: CoreDriver, all_gather: TreeAllGather) -> None:
+        self._context = context
+        self._stall_after = context.settings.stall_after
+        self._all_gather = all_gather
+        self._post = post = driver.messenger.post
+        self._parent = parent(context.topology.rank)
+        self._children = children(context.topology.rank, context.topology.world)
+        #: The process of each rank, once all have exchanged theirs.
+        self._identities: dict[int, ProcessIdentity] = {}
+        self._peer_monitor = PeerMonitor(context, self._identities, post)
+        self._progress = StallProgress(context, driver)
+        #: Asks all ranks for their status.
+        self.query = StatusQuery(context, self._status, self._peer_monitor, post)
         self._is_asking = False
         self._asked_at = -math.inf
         self.handlers: Mapping[MessageKind, Handler] = {
+            **self._peer_monitor.handlers,
+            **self.query.handlers,
             MessageKind.PROBE: self._on_probe,
             MessageKind.VERDICT: self._on_verdict,
         }
+        self._processes = ProcessWatch(self._process_ended)
 
-    async def watch(self) -> None:
+    def services(self) -> Iterable[Coroutine[Any, Any, None]]:
+        """Run these until the rank ends."""
+        yield self._watch()
+        if (abort_after := self._context.settings.abort_after) is not None:
+            yield self._end_overdue(abort_after)
+
+    async def _end_overdue(self, limit: float) -> None:
+        """Fail once the lane has run something for ``limit`` seconds."""
+        progress, awake = self._progress, AwakeTime(limit)
+        while (seconds := min(progress.running_seconds(), awake.seconds())) < limit:
+            await awake.sleep(max(limit - seconds, _PRECISION * limit))
+        running, task, stack = progress.running(), progress.running_task(), self._context.lane.stack()
+        text = (
+            f"{running} has not completed for {seconds:.1f} s, longer than abort_after, which is {limit:g}, on "
+            f"{self._peer_monitor.describe(self._context.topology.rank)}"
+        )
+        self._context.fail(OverdueError(f"{text}, in:\n{stack}" if stack else text), task)
+
+    async def meet(self, agreement: StartDigests) -> list[StartDigests]:
+        """Wait for all ranks, and exchange what they introduce themselves with. Once, at the start.
+
+        Returns the agreements of all ranks, by rank.
+        """
+        own = ProcessIdentity.own()
+        gathered = await self._all_gather.share("start", 0, _Introduction(own, agreement), "the introduction of a rank")
+        self._identities.update(enumerate(each.process for each in gathered))
+        self._processes.start(self._context.transport.context.peers, self._identities, own)
+        return [each.agreement for each in gathered]
+
+    def _status(self) -> RankStatus:
+        status = self._progress.status()
+        lasts = status.running_s >= self._stall_after
+        process = self._peer_monitor.process_of(self._context.topology.rank)
+        return replace(status, process=process, stack=self._context.lane.stack() if lasts else "")
+
+    def process_of(self, rank: int) -> ProcessIdentity:
+        """The process of ``rank``, once all ranks have met."""
+        return self._identities[rank]
+
+    async def let_end(self, rank: int, why: str, *, is_lost: bool) -> bool:
+        """Log that this rank ends because ``rank`` failed; wait until the launcher has seen the end of that process.
+
+        Takes `FAILED_PROCESS_GRACE_S` and `LAUNCHER_LOOKS_S` at most. It waits for no process that cannot be watched or
+        that is this one. Returns whether ``rank`` is another one, so that its failure was logged here.
+        """
+        topology = self._context.topology
+        if rank == topology.rank:
+            return False
+        logger.error("%s ends: aborted by %s", topology.name, why)
+        process = self._identities.get(rank)
+        # A lost process has ended, or it is stopped and will not end.
+        grace_s = timeouts.BREAK_GRACE_S if is_lost else timeouts.FAILED_PROCESS_GRACE_S
+        if process is not None and await ended(process, ProcessIdentity.own(), grace_s):
+            await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+        return True
+
+    def close(self) -> None:
+        """Stop watching. May be called twice."""
+        self._processes.close()
+        self._peer_monitor.close()
+
+    def _process_ended(self, peer: int) -> None:
+        if peer not in self._context.closed_peers:
+            self._context.fail(PeerLostError(peer, "its process ended"))
+
+    async def _watch(self) -> None:
         """Ask whenever this rank has been idle for too long, until cancelled."""
         asked_at, awake = 0.0, AwakeTime(self._stall_after)
         while True:
@@ -86,14 +159,14 @@ class Watchdog:
         now = asyncio.get_running_loop().time()
         if not self._is_asking and now - self._asked_at >= self._stall_after * (1 - 2 * _PRECISION):
             self._is_asking, self._asked_at = True, now
-            self._spawn(self._ask_all())
+            self._context.supervisor.spawn(self._ask_all())
 
     async def _ask_all(self) -> None:
         """On rank 0: ask until the answers tell enough, and pass the verdict on; none where an answer is missing."""
         before: list[RankStatus] | None = None
         try:
             while True:
-                job = await self._query.ask(max(timeouts.ANSWER_S, self._stall_after))
+                job = await self.query.ask(max(timeouts.ANSWER_S, self._stall_after))
                 statuses = [answer.status for answer in job.answers if answer.status is not None]
                 if len(statuses) < len(job.answers):
                     return
@@ -110,16 +183,16 @@ class Watchdog:
         packed = to_tensor(records.pack(verdict))
         message = Message(Channel.CONTROL, MessageKind.VERDICT, tensors=(packed,), body={"first": first})
         for child in self._children:
-            if child not in self._closed_peers:
+            if child not in self._context.closed_peers:
                 self._post(child, message)
         own, text = self._progress.status(), verdict.text
         if verdict.deadlock:
             logger.error("%s", text, stage=own.stage, step=own.step)
-            self._fail(DeadlockError(text))
+            self._context.fail(DeadlockError(text))
         elif first is not None:
-            self._observer.stalled(text)
-            self._save_events(text)
-            if self._rank == first:  # so that there is one line for all
+            self._context.settings.observer.stalled(text)
+            self._context.save_events(text)
+            if self._context.topology.rank == first:  # so that there is one line for all
                 idle = self._progress.idle_seconds()
                 logger.warning(
                     "%s has been idle for %.0f s: %s", own.who, idle, text, stage=own.stage, step=own.step, idle_s=idle
@@ -127,22 +200,21 @@ class Watchdog:
 
     def _on_probe(self, message: Message) -> None:
         if message.body or message.tensors or message.sender not in self._children:
-            raise ProtocolError(f"rank {message.sender} sent a {message.kind} that is not for rank {self._rank}")
+            raise ProtocolError(
+                f"rank {message.sender} sent a {message.kind} that is not for rank {self._context.topology.rank}"
+            )
         self._peer_monitor.acknowledge(message.sender)
         self._probe()
 
     def _on_verdict(self, message: Message) -> None:
         match message.body:
             case {"first": int() | None as first, **rest} if not rest and message.sender == self._parent:
-                tensor = message.tensors[0] if len(message.tensors) == 1 else None
-                packed = b"" if tensor is None else tensor.numpy().tobytes()
-                self._take(records.unpack(Verdict, packed, "a verdict"), first)
+                self._take(records.unpack(Verdict, bytes_in(message), "a verdict"), first)
             case _:
                 raise ProtocolError(f"rank {message.sender} sent a {message.kind} that cannot be read")
 
 
 def _first_idle(statuses: Sequence[RankStatus]) -> int | None:
-    """The lowest rank that waits."""
     for rank, status in enumerate(statuses):
         is_in_step = status.step is not None and not status.has_returned
         if status.gathering or (is_in_step and status.running is None and not status.can_run):

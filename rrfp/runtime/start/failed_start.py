@@ -87,7 +87,6 @@ class FailedStarts:
         self._has_met = asyncio.Event()
 
     async def meet(self, timeout_s: float) -> Rendezvous:
-        """Connect to the rendezvous."""
         self._rendezvous = await self._meet(timeout_s)
         self._has_met.set()
         return self._rendezvous

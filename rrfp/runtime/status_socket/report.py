@@ -39,7 +39,6 @@ class JobReport:
 
     @classmethod
     def read(cls, line: bytes) -> JobReport:
-        """Read what `line` made."""
         if len(line) > MOST_BYTES:
             raise ProtocolError(f"the line of a status socket cannot be read: it has more than {MOST_BYTES} bytes")
         try:

@@ -41,12 +41,9 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """Which microbatches of a step each replica runs.
+    """Which microbatches of a step each replica runs."""
 
-    Attributes:
-        homes: for each replica the microbatches that it runs, in their order there: of its own caller's first.
-    """
-
+    #: For each replica the microbatches that it runs, in their order there: of its own caller's first.
     homes: tuple[tuple[Home, ...], ...]
 
     @classmethod

@@ -147,11 +147,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """The arguments of one call of `step` or `evaluate`, as the caller passed them; `rrfp.Pipeline.step` explains them.
-
-    Raises:
-        ConfigError: if ``microbatches`` is no whole number, or a flag no flag.
-    """
+    """The arguments of one call, as the caller passed them; `rrfp.Pipeline.step` explains them."""
 
     mode: Mode
     inputs: Inputs | None = None
@@ -259,15 +255,7 @@ class StepPlanner:
         refused: int = 0,
         loss_scale: float | None = None,
     ) -> StepPlan:
-        """Check ``request`` against the pipeline; a ConfigError says what does not fit.
-
-        Args:
-            request: the call.
-            number: of the step, evaluations counted.
-            training_step: see `rrfp.Batch`.
-            refused: calls before this one whose arguments were refused.
-            loss_scale: the factor of a GradScaler.
-        """
+        """Check ``request`` against the pipeline; a ConfigError says what does not fit. See `StepPlan`."""
         request = self._cut(request)
         count = self._microbatches(request)
         inputs, targets, visits = request.inputs, request.targets, Visits(count)

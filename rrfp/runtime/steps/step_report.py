@@ -18,7 +18,6 @@ from rrfp.log import get_logger
 from rrfp.memory.size_order import least, relative_room
 from rrfp.model.tasks import Kind, Mode
 from rrfp.model.topology import Topology
-from rrfp.runtime import records
 from rrfp.runtime.abort import Failure
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
@@ -255,7 +254,7 @@ class StepReporter:
         self.earlier = Peaks()
         self._meter = ResourceMeter(core.limit.bytes, context.transport)
         self._follower = follower
-        self._model = context.model
+        self._model = model = context.settings.model
         self._all_gather = all_gather
         self._activity = context.activity
         self._time = context.time
@@ -266,7 +265,7 @@ class StepReporter:
         self.has_losses = topology.stage in stages
         #: Whether it adds the weights of its replica to that sum: one of those with losses does.
         self._gives_weights = topology.stage == min(stages) and topology.mesh.is_first(topology.rank)
-        self._parts = () if context.model is None else context.model.feeds.losses
+        self._parts = () if model is None else model.feeds.losses
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
         #: Of the newest training step, likewise.
@@ -286,8 +285,7 @@ class StepReporter:
         # Where replicas share forwards, a plan has the microbatches of all.
         is_part = self._gives_weights and not (plan.homes and self._topology.replica)
         own = WeightShare(plan.total_weight if is_part else 0.0, plan.reduce_gradients)
-        gathered = await self._all_gather.all_gather("weights", plan.step.number, records.pack(own))
-        shares = [records.unpack(WeightShare, data, "the weight of a replica") for data in gathered]
+        shares = await self._all_gather.share("weights", plan.step.number, own, "the weight of a replica")
         self._check_reduces([share.reduces for share in shares], plan)
         if self.has_losses:
             factors = plan.batch.gradient_weights
@@ -315,7 +313,6 @@ class StepReporter:
         self._supervisor.spawn(self._share_losses(plan, read_losses, losses))
 
     async def losses(self) -> Losses:
-        """Wait for the losses of all ranks."""
         assert self._losses is not None, "the step is not open"
         return await self._losses
 
@@ -327,8 +324,7 @@ class StepReporter:
             await self._give_way(asyncio.Event())  # to the first task
         else:
             share = self._with_losses(share, plan, await read_losses())
-        answers = await self._all_gather.all_gather("losses", plan.step.number, records.pack(share))
-        shares = [records.unpack(LossShare, data, "the losses of a step") for data in answers]
+        shares = await self._all_gather.share("losses", plan.step.number, share, "the losses of a step")
         check_numbers([share.training_step for share in shares], self._topology)
         check_scales([share.loss_scale for share in shares], self._topology)
         check_weights([share.has_weights for share in shares], self._topology)
@@ -359,8 +355,7 @@ class StepReporter:
         if self._model is None or not self._model.optional:
             return
         own = VisitShare(tuple(tuple(sorted(skipped)) for skipped in plan.visits.skipped))
-        answers = await self._all_gather.all_gather("visits", plan.step.number, records.pack(own))
-        shares = [records.unpack(VisitShare, data, "the visits of a step") for data in answers]
+        shares = await self._all_gather.share("visits", plan.step.number, own, "the visits of a step")
         check_visits([share.skipped for share in shares], self._model.feeds.parts, self._topology)
 
     def report(self, plan: StepPlan, trace: StepTrace) -> PendingReports:
@@ -408,11 +403,8 @@ class StepReporter:
         """The reports of all ranks; where the limit follows round trips, they agree on that of the next step."""
         number, follower, name = plan.step.number, self._follower, "a step report"
         if follower is None:
-            answers = await self._all_gather.all_gather("step", number, records.pack(own))
-            return [records.unpack(StageReport, data, name) for data in answers]
-        measured = MeasuredReport(own, follower.measure(trace))
-        answers = await self._all_gather.all_gather("step", number, records.pack(measured))
-        every = [records.unpack(MeasuredReport, data, name) for data in answers]
+            return await self._all_gather.share("step", number, own, name)
+        every = await self._all_gather.share("step", number, MeasuredReport(own, follower.measure(trace)), name)
         follower.observe(plan.step.mode, [each.measure for each in every])
         return [each.report for each in every]
 
@@ -428,7 +420,6 @@ class StepReporter:
             await self._settled.wait()
 
     def _wait(self) -> None:
-        """A caller waits for the reports."""
         self._awaited.set()
         self._activity.await_reports()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.laboratory import PUBLIC
 from rrfp.lazy_names import lazy_names
-from rrfp.testing.checks import SkippedError, run_checks
+from rrfp.testing.checks import SkippedError, checks_of, run_checks
 from rrfp.testing.lane_checks import calls, device_work
 from rrfp.testing.lane_checks.makers import made_by
 from rrfp.testing.lane_checks.subject import Check, MakeLane, Subject
@@ -39,7 +39,7 @@ __all__ = [
     "run_lane_checks",
 ]
 
-ALL_CHECKS: tuple[Check, ...] = (*calls.CHECKS, *device_work.CHECKS)
+ALL_CHECKS: tuple[Check, ...] = (*checks_of(calls), *checks_of(device_work))
 """Every check, the simplest first, so that the first failure is the most helpful."""
 
 

@@ -16,7 +16,6 @@ from rrfp.testing.checks import SkippedError
 from rrfp.testing.lane_checks.subject import (
     PATIENCE_S,
     QUIET_S,
-    Check,
     LaneGate,
     MakeLane,
     Subject,
@@ -318,21 +317,3 @@ async def check_closed_lane_takes_no_offer(make_lane: MakeLane) -> None:
         await asyncio.sleep(QUIET_S)
         assert not ran, "an offered call began after close"
         assert not offered.done(), "the future of a call that never began is done"
-
-
-CHECKS: tuple[Check, ...] = (
-    check_order,
-    check_begins_after_return,
-    check_errors_stay_with_their_call,
-    check_foreign_exceptions,
-    check_cancelled_future,
-    check_nothing_outlives_completion,
-    check_times,
-    check_close_does_not_wait,
-    check_stack,
-    check_offered_call_follows_without_the_loop,
-    check_offered_call_is_withdrawn_or_made,
-    check_enqueued_calls_come_before_an_offered_one,
-    check_withdrawn_and_failed,
-    check_closed_lane_takes_no_offer,
-)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rrfp.testing.checks import SkippedError
 from rrfp.testing.lane_checks.subject import (
-    Check,
     MakeLane,
     Subject,
     completed,
@@ -39,6 +38,17 @@ async def check_complete_means_complete(make_lane: MakeLane) -> None:
         _no_problems(subject)
 
 
+async def check_later_calls_see_earlier_results(make_lane: MakeLane) -> None:
+    """A call enqueued behind another one computes with its results, though they are not complete when it is made."""
+    async with make_lane() as subject:
+        device = subject.needs_device()
+        x = await full_on(device, 0)
+        subject.lane.enqueue(partial(subject.fill, x, 3))
+        y = (await completed(subject.lane.enqueue(partial(_plus_one, x)))).result
+        assert holds(y, 4), "a call did not see the result of the call before it"
+        _no_problems(subject)
+
+
 async def check_depth(make_lane: MakeLane) -> None:
     """``depth`` calls are made while the device still works for the first: it need not wait for the host."""
     async with make_lane() as subject:
@@ -58,17 +68,6 @@ async def check_depth(make_lane: MakeLane) -> None:
             if is_pending:
                 return
     raise AssertionError(f"{lane.depth} calls were never pending at once, but that is the lane's depth")
-
-
-async def check_later_calls_see_earlier_results(make_lane: MakeLane) -> None:
-    """A call enqueued behind another one computes with its results, though they are not complete when it is made."""
-    async with make_lane() as subject:
-        device = subject.needs_device()
-        x = await full_on(device, 0)
-        subject.lane.enqueue(partial(subject.fill, x, 3))
-        y = (await completed(subject.lane.enqueue(partial(_plus_one, x)))).result
-        assert holds(y, 4), "a call did not see the result of the call before it"
-        _no_problems(subject)
 
 
 async def check_fence(make_lane: MakeLane) -> None:
@@ -140,6 +139,18 @@ async def check_close_with_pending_work(make_lane: MakeLane) -> None:
         assert holds(x, 3), "after close, a future was done before the device had run the call's work"
 
 
+async def check_errors_wait_for_earlier_work(make_lane: MakeLane) -> None:
+    """A call that raises while the device works for earlier ones fails after these have completed."""
+    async with make_lane() as subject:
+        device = subject.needs_device()
+        x = await full_on(device, 0)
+        slow = subject.lane.enqueue(partial(subject.fill, x, 3))
+        failing = subject.lane.enqueue(lambda: 1 // 0)
+        error = await failure(failing, "a call that raises fails")
+        assert isinstance(error, ZeroDivisionError), f"the future failed with {error!r}"
+        assert slow.done(), "a call failed before an earlier one was complete, which may be at fault"
+
+
 async def check_late_error(make_lane: MakeLane) -> None:
     """If the device fails, the call at fault fails first, and all later ones with the same error."""
     async with make_lane() as subject:
@@ -162,18 +173,6 @@ async def check_late_error(make_lane: MakeLane) -> None:
         assert order == sorted(order), "a later call failed before the one at fault"
 
 
-async def check_errors_wait_for_earlier_work(make_lane: MakeLane) -> None:
-    """A call that raises while the device works for earlier ones fails after these have completed."""
-    async with make_lane() as subject:
-        device = subject.needs_device()
-        x = await full_on(device, 0)
-        slow = subject.lane.enqueue(partial(subject.fill, x, 3))
-        failing = subject.lane.enqueue(lambda: 1 // 0)
-        error = await failure(failing, "a call that raises fails")
-        assert isinstance(error, ZeroDivisionError), f"the future failed with {error!r}"
-        assert slow.done(), "a call failed before an earlier one was complete, which may be at fault"
-
-
 def _on_loop(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     loop.call_soon_threadsafe(event.set)
 
@@ -189,16 +188,3 @@ def _note(order: list[int], index: int, _: object) -> None:
 def _no_problems(subject: Subject) -> None:
     problems = subject.problems()
     assert not problems, f"the device found a race: {problems[0]}"
-
-
-CHECKS: tuple[Check, ...] = (
-    check_complete_means_complete,
-    check_later_calls_see_earlier_results,
-    check_depth,
-    check_fence,
-    check_adopt,
-    check_hand_over,
-    check_close_with_pending_work,
-    check_errors_wait_for_earlier_work,
-    check_late_error,
-)

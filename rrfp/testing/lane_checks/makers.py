@@ -39,11 +39,7 @@ async def thread_lane() -> AsyncIterator[Subject]:
 
 
 def cuda_lane(depth: int = 2) -> MakeLane:
-    """The lane in front of a device, over a GPU.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """The lane in front of a device, over a GPU; a ConfigError if there is none."""
     if not torch.cuda.is_available():
         raise ConfigError("lane is 'cuda', but torch finds no CUDA device here; 'double' needs none")
 

@@ -29,14 +29,6 @@ QUIET_S = 0.05
 LENGTH = 1024
 
 
-def _no_problems() -> Sequence[str]:
-    return ()
-
-
-def _no_delay() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Subject:
     """A started lane.
@@ -54,9 +46,9 @@ class Subject:
     lane: Lane
     may_block: bool = True
     device: Device | None = None
-    delay: Callable[[], None] = _no_delay
+    delay: Callable[[], None] = lambda: None
     break_next: Callable[[], None] | None = None
-    problems: Callable[[], Sequence[str]] = _no_problems
+    problems: Callable[[], Sequence[str]] = tuple
 
     def needs_blocking(self) -> None:
         """Skip a check whose calls wait for something."""

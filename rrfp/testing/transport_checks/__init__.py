@@ -13,9 +13,10 @@ SkippedError where the pair lacks `Pair.inject`, `Pair.silence` or `Pair.third`;
 check is about an option, such as `deliver_to`, that the transport does not offer.
 """
 
-from rrfp.testing.checks import NotOfferedError, SkippedError, run_checks
+from rrfp.testing.checks import NotOfferedError, SkippedError, checks_of, run_checks
 from rrfp.testing.transport_checks import data, direct, ends, flow, frames, peers
 from rrfp.testing.transport_checks.frames import check_codec
+from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 
 __all__ = [
@@ -31,11 +32,7 @@ __all__ = [
 ]
 
 ALL_CHECKS: tuple[Check, ...] = (
-    *data.CHECKS,
-    *flow.CHECKS,
-    *ends.CHECKS,
-    *peers.CHECKS,
-    *frames.CHECKS,
+    *(naming_losses(check) for module in (data, flow, ends, peers, frames) for check in checks_of(module)),
     *direct.CHECKS,
 )
 """Every check, the simplest first, so that the first failure is the most helpful."""

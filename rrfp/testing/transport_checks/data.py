@@ -7,10 +7,8 @@ import asyncio
 import torch
 
 from rrfp.model.tasks import Kind, Task
-from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import (
     STEP,
-    Check,
     MakePair,
     Pair,
     PairOptions,
@@ -28,7 +26,6 @@ from rrfp.transports.wire.tensor_bytes import ALIGNMENT, DTYPES
 _MIB = 1 << 20
 
 
-@naming_losses
 async def check_every_field_arrives(make_pair: MakePair) -> None:
     """Channel, kind, step, task and body arrive, with the sender's stage and a sequence number."""
     body: dict[str, Plain] = {
@@ -59,7 +56,6 @@ async def check_every_field_arrives(make_pair: MakePair) -> None:
             counts[message.channel] += 1
 
 
-@naming_losses
 async def check_every_dtype(make_pair: MakePair) -> None:
     """Every dtype that torch can send arrives bit by bit, NaNs and denormals included."""
     generator = torch.Generator().manual_seed(0)
@@ -72,7 +68,6 @@ async def check_every_dtype(make_pair: MakePair) -> None:
             assert_same(received.tensors[0], tensor, name)
 
 
-@naming_losses
 async def check_zero_size_and_zero_dimensions(make_pair: MakePair) -> None:
     """Empty tensors and scalars arrive, alone, together and beside others."""
     tensors = (
@@ -91,7 +86,6 @@ async def check_zero_size_and_zero_dimensions(make_pair: MakePair) -> None:
                 assert_same(got, want, f"tensor {index}")
 
 
-@naming_losses
 async def check_memory_layouts(make_pair: MakePair) -> None:
     """Transposed, strided, expanded, offset, conjugated and negated tensors arrive dense and equal."""
     base = torch.randn(24, 36)
@@ -112,7 +106,6 @@ async def check_memory_layouts(make_pair: MakePair) -> None:
             assert_same((await pass_on(pair, data(tensor))).tensors[0], tensor, name)
 
 
-@naming_losses
 async def check_requires_grad_and_null_gradients(make_pair: MakePair) -> None:
     """requires_grad travels, a graph does not, and None stands for "no gradient"."""
     leaf = torch.randn(3, requires_grad=True)
@@ -126,7 +119,6 @@ async def check_requires_grad_and_null_gradients(make_pair: MakePair) -> None:
         assert received.tensors == (None,), f"sent one None, received {received.tensors!r}"
 
 
-@naming_losses
 async def check_received_memory_is_its_own(make_pair: MakePair) -> None:
     """Once send returned, the sender may write to its tensor; received tensors never share memory, and are aligned."""
     async with make_pair(PairOptions()) as pair:
@@ -149,7 +141,6 @@ async def _receive_two(pair: Pair) -> tuple[Message, Message]:
     return await receive(pair.right), await receive(pair.right)
 
 
-@naming_losses
 async def check_large_tensor(make_pair: MakePair) -> None:
     """A 64 MiB tensor and the tensors beside it arrive; the loop runs many times meanwhile."""
     big = torch.arange(16 * _MIB, dtype=torch.int32)
@@ -169,14 +160,3 @@ async def check_large_tensor(make_pair: MakePair) -> None:
         for index, want in enumerate((torch.ones(3), big, None, odd, torch.empty(0))):
             assert_same(received.tensors[index], want, f"tensor {index}")
         assert index_of(await pass_on(pair, data(torch.ones(2), index=2))) == 2, "the next message is another one"
-
-
-CHECKS: tuple[Check, ...] = (
-    check_every_field_arrives,
-    check_every_dtype,
-    check_zero_size_and_zero_dimensions,
-    check_memory_layouts,
-    check_requires_grad_and_null_gradients,
-    check_received_memory_is_its_own,
-    check_large_tensor,
-)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial, wraps
 
 from rrfp.errors import RrfpError
-from rrfp.testing.checks import NotOfferedError
-from rrfp.testing.order import WrappedTransport
+from rrfp.testing.checks import NotOfferedError, checks_of
 from rrfp.testing.transport_checks import data, ends, flow, frames, peers
-from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.losses import naming_losses
+from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, WrappedTransport
 from rrfp.transports.base import Message, Transport, delivering, sending_at_once
 
 
@@ -55,7 +55,7 @@ def _directly(check: Check) -> Check:
 
     @wraps(check)
     async def run(make_pair: MakePair) -> None:
-        await check(partial(_direct_pair, make_pair))
+        await naming_losses(check)(partial(_direct_pair, make_pair))
 
     run.__name__ = f"{check.__name__}_directly"
     return run
@@ -66,7 +66,7 @@ CHECKS: tuple[Check, ...] = tuple(
     map(
         _directly,
         (
-            *data.CHECKS,
+            *checks_of(data),
             flow.check_fifo_per_channel,
             flow.check_message_larger_than_the_queue,
             ends.check_refused_calls,
@@ -75,7 +75,7 @@ CHECKS: tuple[Check, ...] = tuple(
             ends.check_death_comes_after_messages,
             peers.check_three_ranks,
             peers.check_one_of_three_dies,
-            *frames.CHECKS,
+            *checks_of(frames),
         ),
     )
 )

@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError
-from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import (
-    Check,
     MakePair,
     Pair,
     PairOptions,
@@ -52,7 +50,6 @@ def _on_a_thread(statistics: Callable[[], TransportStatistics]) -> TransportStat
     return results[0]
 
 
-@naming_losses
 async def check_refused_calls(make_pair: MakePair) -> None:
     """An unknown peer, a message over max_message_bytes, and a body that no receiver takes raise ConfigError."""
     async with make_pair(PairOptions(max_message_bytes=_MIB)) as pair:
@@ -67,7 +64,6 @@ async def check_refused_calls(make_pair: MakePair) -> None:
         assert index_of(await pass_on(pair, fits)) == 5, "a refused message was sent"
 
 
-@naming_losses
 async def check_statistics(make_pair: MakePair) -> None:
     """Messages and tensor bytes are counted on both sides, and nothing is queued in the end."""
     async with make_pair(PairOptions()) as pair:
@@ -86,7 +82,6 @@ async def _until_nothing_is_queued(transport: Transport) -> None:
         await asyncio.sleep(0.001)
 
 
-@naming_losses
 async def check_close_delivers(make_pair: MakePair) -> None:
     """Messages accepted before close arrive; a peer that closed is an error for send, not for receive."""
     count = 12
@@ -106,7 +101,6 @@ async def check_close_delivers(make_pair: MakePair) -> None:
         await soon(pair.right.close(), "the other end closes")
 
 
-@naming_losses
 async def check_close_of_both_at_once(make_pair: MakePair) -> None:
     """Two ends that close at the same time do not wait for each other, nor when they close again."""
     async with make_pair(PairOptions()) as pair:
@@ -115,7 +109,6 @@ async def check_close_of_both_at_once(make_pair: MakePair) -> None:
         pair.left.abort()
 
 
-@naming_losses
 async def check_close_ends_waiting_calls(make_pair: MakePair) -> None:
     """close and abort end the waiting calls of this end, and later calls raise."""
     for how in ("close", "abort"):
@@ -139,7 +132,6 @@ async def _end(transport: Transport, how: str) -> None:
         await soon(transport.close(), "close returns")
 
 
-@naming_losses
 async def check_peer_that_dies(make_pair: MakePair) -> None:
     """receive raises once for a dead peer, after its delivered messages; every send to it raises."""
     async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
@@ -165,7 +157,6 @@ async def _expect_loss(pair: Pair, sending: asyncio.Task[None]) -> None:
     await soon(pair.right.close(), "close returns although the peer is dead")
 
 
-@naming_losses
 async def check_death_comes_after_messages(make_pair: MakePair) -> None:
     """Messages that a peer had delivered before it died are received before its death."""
     async with make_pair(PairOptions()) as pair:
@@ -185,14 +176,3 @@ async def check_death_comes_after_messages(make_pair: MakePair) -> None:
         for number, channel in enumerate(Channel):
             want = list(range(number, 20, 3))[: len(seen[channel])]
             assert seen[channel] == want, f"{channel}: received {seen[channel]} before the death"
-
-
-CHECKS: tuple[Check, ...] = (
-    check_refused_calls,
-    check_statistics,
-    check_close_delivers,
-    check_close_of_both_at_once,
-    check_close_ends_waiting_calls,
-    check_peer_that_dies,
-    check_death_comes_after_messages,
-)

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import (
-    Check,
     MakePair,
     Pair,
     PairOptions,
@@ -31,7 +29,6 @@ _KIB = 1 << 10
 _MIB = 1 << 20
 
 
-@naming_losses
 async def check_fifo_per_channel(make_pair: MakePair) -> None:
     """Interleaved messages of all channels and sizes, both ways at once, keep their order within each channel."""
     sizes = (1, 300 * _KIB, 0, 70 * _KIB, 3 * _MIB, 16)
@@ -68,7 +65,6 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*coroutines)
 
 
-@naming_losses
 async def check_control_not_behind_data(make_pair: MakePair) -> None:
     """A control message overtakes tensors that were sent before it and wait for the receiver."""
     count = 64
@@ -90,7 +86,6 @@ async def check_control_not_behind_data(make_pair: MakePair) -> None:
             await soon(sending, "all data is sent")
 
 
-@naming_losses
 async def check_channels_do_not_wait_for_each_other(make_pair: MakePair) -> None:
     """A full forward channel does not block the backward channel."""
     async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
@@ -104,7 +99,6 @@ async def check_channels_do_not_wait_for_each_other(make_pair: MakePair) -> None
             await soon(blocked, "the second message is sent when there is room")
 
 
-@naming_losses
 async def check_backpressure(make_pair: MakePair) -> None:
     """A sender waits while its receiver does not receive, and continues when it does; nothing is lost."""
     size, limit, count = 256 * _KIB, 4 * _MIB, 64
@@ -130,7 +124,6 @@ async def check_backpressure(make_pair: MakePair) -> None:
             await soon(sending, "all messages are sent")
 
 
-@naming_losses
 async def check_message_larger_than_the_queue(make_pair: MakePair) -> None:
     """A message larger than queue_bytes travels alone; the others follow it."""
     async with make_pair(PairOptions(queue_bytes=64 * _KIB)) as pair:
@@ -148,7 +141,6 @@ async def check_message_larger_than_the_queue(make_pair: MakePair) -> None:
             await soon(sending, "all messages are sent")
 
 
-@naming_losses
 async def check_cancelled_send(make_pair: MakePair) -> None:
     """A cancelled send has sent the whole message or nothing; its memory is free; the channel stays in order."""
     async with make_pair(PairOptions(queue_bytes=8 * _MIB)) as pair:
@@ -176,7 +168,6 @@ async def check_cancelled_send(make_pair: MakePair) -> None:
             await soon(sending, "the last send returns")
 
 
-@naming_losses
 async def check_cancelled_send_that_waits(make_pair: MakePair) -> None:
     """A send that is cancelled while it waits for room has sent nothing."""
     async with make_pair(PairOptions(queue_bytes=_MIB)) as pair:
@@ -196,7 +187,6 @@ async def check_cancelled_send_that_waits(make_pair: MakePair) -> None:
             await soon(third, "the send that was not cancelled returns")
 
 
-@naming_losses
 async def check_cancelled_receive(make_pair: MakePair) -> None:
     """Cancelling receive, at any moment, loses no message."""
     count = 60
@@ -225,15 +215,3 @@ async def check_cancelled_receive(make_pair: MakePair) -> None:
             seen = await soon(receive_all(), "all messages arrive although receive is cancelled again and again")
             assert seen == list(range(count)), f"received {seen}"
             await soon(sending, "all messages are sent")
-
-
-CHECKS: tuple[Check, ...] = (
-    check_fifo_per_channel,
-    check_control_not_behind_data,
-    check_channels_do_not_wait_for_each_other,
-    check_backpressure,
-    check_message_larger_than_the_queue,
-    check_cancelled_send,
-    check_cancelled_send_that_waits,
-    check_cancelled_receive,
-)

@@ -12,8 +12,7 @@ import torch
 
 from rrfp.errors import FrameError
 from rrfp.testing.checks import SkippedError
-from rrfp.testing.transport_checks.losses import naming_losses
-from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, data, index_of, pass_on, soon
+from rrfp.testing.transport_checks.pair import MakePair, Pair, PairOptions, data, index_of, pass_on, soon
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.wire.codec import MAX_HEADER_BYTES, VERSION, Codec
@@ -93,7 +92,6 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
 )
 
 
-@naming_losses
 async def check_bad_frames(make_pair: MakePair) -> None:
     """Malformed, oversized, foreign and wrong-run frames are dropped and named; messages between them arrive."""
     async with make_pair(PairOptions(max_message_bytes=_MAX_MESSAGE_BYTES)) as pair:
@@ -142,6 +140,3 @@ def _decode_alone(bad: BadFrame) -> None:
 def _assert_names(error: FrameError, bad: BadFrame) -> None:
     assert error.field.startswith(bad.fault), f"bad {bad.fault} was reported as {error.field}: {error.reason}"
     assert error.reason, f"the error for {bad.fault} gives no reason"
-
-
-CHECKS: tuple[Check, ...] = (check_bad_frames,)

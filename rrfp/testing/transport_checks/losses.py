@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
 
-from rrfp.testing.order import WrappedTransport
-from rrfp.testing.transport_checks.pair import Check, DidNotHappenError, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.pair import Check, DidNotHappenError, MakePair, Pair, PairOptions, WrappedTransport
 from rrfp.transports.base import Message, Transport
 
 _MOST_NAMED = 4

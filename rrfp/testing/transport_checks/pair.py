@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rrfp.errors import RrfpError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport
+from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport, TransportStatistics
 
 _Result = TypeVar("_Result")
 
@@ -93,6 +93,33 @@ def index_of(message: Message) -> int:
     """The ``index`` passed to `data` or `note`."""
     assert message.task is not None, f"a received {message.kind} message lost its task"
     return message.task.microbatch
+
+
+class WrappedTransport(Transport):
+    """Passes every call on to ``inner``."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.context)
+        self.carries = inner.carries
+        self._inner = inner
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def send(self, peer: int, message: Message) -> None:
+        await self._inner.send(peer, message)
+
+    async def receive(self) -> Message:
+        return await self._inner.receive()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def statistics(self) -> TransportStatistics:
+        return self._inner.statistics()
 
 
 class DidNotHappenError(AssertionError):

@@ -7,9 +7,7 @@ import torch
 from rrfp.errors import PeerLostError
 from rrfp.testing.checks import SkippedError
 from rrfp.testing.transport_checks.ends import raises
-from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import (
-    Check,
     MakePair,
     Pair,
     PairOptions,
@@ -27,7 +25,6 @@ from rrfp.transports.base import Channel, Transport
 _COUNT = 5
 
 
-@naming_losses
 async def check_three_ranks(make_pair: MakePair) -> None:
     """Each of three ranks receives from both others, in order by peer and channel, with the right sender."""
     async with make_pair(PairOptions(ranks=3)) as pair:
@@ -39,7 +36,6 @@ async def check_three_ranks(make_pair: MakePair) -> None:
                 await _receive_from_others(rank, transport)
 
 
-@naming_losses
 async def check_one_of_three_dies(make_pair: MakePair) -> None:
     """Of three ranks one dies: receive raises once on both others and names it, and these two continue."""
     async with make_pair(PairOptions(ranks=3)) as pair:
@@ -55,7 +51,6 @@ async def check_one_of_three_dies(make_pair: MakePair) -> None:
             await stays_pending(receiving, "a lost peer was reported twice")
 
 
-@naming_losses
 async def check_silent_peer(make_pair: MakePair) -> None:
     """A peer that stops answering without ending is reported by receive, once, within the transport's patience."""
     async with make_pair(PairOptions()) as pair:
@@ -94,6 +89,3 @@ async def _receive_from_others(rank: int, transport: Transport) -> None:
         received.setdefault((message.sender, message.channel), []).append(index_of(message))
     for (sender, channel), indices in received.items():
         assert indices == list(range(_COUNT)), f"rank {rank} received {indices} from rank {sender} on {channel}"
-
-
-CHECKS: tuple[Check, ...] = (check_three_ranks, check_one_of_three_dies, check_silent_peer)

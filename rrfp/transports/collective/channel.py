@@ -13,9 +13,8 @@ from rrfp.devices.base import CopyLane
 from rrfp.errors import FrameError, RrfpError
 from rrfp.transports.base import Channel, Plain
 from rrfp.transports.links.flow import settle
-from rrfp.transports.tunnel.announcements import BESIDE, ENTRY
 from rrfp.transports.tunnel.link import TunnelLink
-from rrfp.transports.tunnel.p2p import P2PError, Transfer
+from rrfp.transports.tunnel.p2p import BESIDE, ENTRY, P2PError, Transfer
 from rrfp.transports.wire.header_checks import TensorSpec
 
 _Result = TypeVar("_Result")

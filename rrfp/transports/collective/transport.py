@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.threads import start_thread
-from rrfp.transports.auto import host_transports
+from rrfp.transports.auto import host_transport
 from rrfp.transports.base import Message, Rendezvous, TransportContext
 from rrfp.transports.collective.channel import Backend, GroupChannel, PairGroup, RankPair
 from rrfp.transports.collective.nccl import NcclBackend
@@ -128,9 +128,9 @@ class CollectiveTransport(TunnelTransport):
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context = self.context
         backend = self._backend or await nccl_backend(context)
-        await self._start_bases(await host_transports(context, home, deadline_s))
-        for base in self._bases:
-            self._read(base)  # already: a peer that ends while groups are made would be waited for
+        base = host_transport(context)
+        await self._start_bases([base])
+        self._read(base)  # already: a peer that ends while groups are made would be waited for
         self._making = asyncio.create_task(self._make_groups(backend, deadline_s))
         try:
             await self._making
@@ -138,11 +138,7 @@ class CollectiveTransport(TunnelTransport):
             if self._failure is None:
                 raise
             raise self._failure from None
-        self._attach(
-            TunnelLink(peer, base, self, home, self._channel_with(peer, backend))
-            for base in self._bases
-            for peer in base.context.peers
-        )
+        self._attach(TunnelLink(peer, base, self, home, self._channel_with(peer, backend)) for peer in context.peers)
 
     def _channel_with(self, peer: int, backend: Backend) -> Callable[[TunnelLink], P2PChannel] | None:
         """Makes the channel with a peer; None where there are no groups."""

@@ -24,9 +24,8 @@ from rrfp.errors import FrameError, RrfpError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.base import Channel, Plain
 from rrfp.transports.links.flow import CLOSED, background
-from rrfp.transports.tunnel.announcements import ENTRY, entry_of
 from rrfp.transports.tunnel.link import TunnelLink
-from rrfp.transports.tunnel.p2p import Transfer
+from rrfp.transports.tunnel.p2p import ENTRY, Transfer, entry_of
 from rrfp.transports.wire.header_checks import HeaderChecks, TensorSpec
 
 #: Slots for each peer and direction: while one is read, the next ones are written.
@@ -91,8 +90,6 @@ class SlotChannel:
         self._free: asyncio.Queue[int | None] = asyncio.Queue()
         for slot in range(slots.own.num_bytes // slots.own_room):
             self._free.put_nowait(slot)
-        self._has_all = asyncio.Event()
-        self._has_all.set()
         #: The peer's slots that are being read; and by number of a transfer, those with its next pieces.
         self._reading: set[int] = set()
         self._filled: dict[int, asyncio.Queue[int]] = {}
@@ -126,7 +123,6 @@ class SlotChannel:
             assert self._error is not None
             raise type(self._error)(*self._error.args)
         self._lent.add(slot)
-        self._has_all.clear()
         placed = _in_slot(parts, slot, self._slots.own_room)
         try:
             return slot, await self._copies.write(self._slots.own, tensors, placed, peer=self._peer)
@@ -137,8 +133,6 @@ class SlotChannel:
     def _take_back(self, slot: int) -> None:
         self._lent.discard(slot)
         self._free.put_nowait(slot)
-        if not self._lent:
-            self._has_all.set()
 
     # Receiving.
 
@@ -209,7 +203,8 @@ class SlotChannel:
     # The end.
 
     async def close(self) -> None:
-        await self._has_all.wait()
+        while self._lent and await self._free.get() is not None:
+            pass
         self._is_closed = True
         with suppress(Exception):  # of a device that has failed
             await self._copies.close_shared(self._slots.other, peer=self._peer)
@@ -220,7 +215,6 @@ class SlotChannel:
         if self._error is None:
             self._error = error
             self._free.put_nowait(None)
-            self._has_all.set()
 
     def end(self, error: RrfpError) -> None:
         """The peer's memory closes with the copies, and this end's too unless the peer may still read it."""

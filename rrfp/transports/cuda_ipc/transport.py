@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -43,13 +42,6 @@ TRIED_BYTES = 4096
 _SPEC, _PART = TensorSpec(torch.uint8, (TRIED_BYTES,), False), ByteRange(0, 0, TRIED_BYTES, 0)
 
 
-async def try_slots(
-    context: TransportContext, copies: SharesDeviceMemory, peers: Collection[int], deadline_s: float
-) -> dict[int, Slots | str]:
-    """For each of ``peers`` the slots, or why there can be none."""
-    return await by_peer(peers, lambda peer: _Trial(context, copies, peer, deadline_s).run())
-
-
 class _Trial:
     """One rank's part of a trial with one peer."""
 
@@ -64,7 +56,7 @@ class _Trial:
         self._other_room = 0
 
     async def run(self) -> Slots | str:
-        """Both ways."""
+        """The slots, or why there can be none."""
         rank, peer = self._context.rank, self._peer
         own, offer = await self._offer()
         if failure := await self._try(await self._exchange("memory", offer)):
@@ -137,8 +129,7 @@ class _Trial:
 
 
 def _packed(*fields: Any) -> bytes:
-    packed: bytes = msgpack.packb(fields)
-    return packed
+    return bytes(msgpack.packb(fields))
 
 
 def _line(error: Exception) -> str:
@@ -154,14 +145,14 @@ class CudaIpcTransport(TunnelTransport):
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
         context, copies = self.context, self.context.copies
         sharing = copies if isinstance(copies, SharesDeviceMemory) else None
-        choice = HostChoice(context, self._host(), "" if sharing is None else sharing.sharing)
+        choice = HostChoice(context, replace(self._host(), sharing="" if sharing is None else sharing.sharing))
         await choice.look(home, deadline_s)
         self._check_open()
         tried: dict[int, Slots | str] = {}
         if sharing is not None:
-            like = [peer for peer in context.tensor_peers if choice.sharing[peer] == sharing.sharing]
+            like = [peer for peer in context.tensor_peers if choice.hosts[peer].sharing == sharing.sharing]
             near = [peer for peer in like if not choice.obstacles[peer]]
-            tried = await try_slots(context, sharing, near, deadline_s)
+            tried = await by_peer(near, lambda peer: _Trial(context, sharing, peer, deadline_s).run())
             self._check_open()
         log_choice(context.rank, {peer: _describe(choice.describe(peer), tried.get(peer)) for peer in context.peers})
         slots = {peer: found for peer, found in tried.items() if isinstance(found, Slots)}

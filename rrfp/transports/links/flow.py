@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from rrfp import timeouts
 from rrfp.errors import RrfpError, TransportClosedError
 from rrfp.transports.base import Channel, Deliver, Message
-from rrfp.transports.wire.codec import Sealed
 from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: Bytes that each message counts beside its tensors, so that a queue of empty messages is bounded too.
@@ -365,11 +364,6 @@ class Credits:
         for debt in self._debts.values():
             if debt.timer is not None:
                 debt.timer.cancel()
-
-
-def apply_credit(sealed: Sealed, window_of: Callable[[Channel], Window]) -> None:
-    """Release the bytes of a credit frame; a FrameError if a field is malformed."""
-    grant(sealed.sender, "credit", sealed.fields, window_of)
 
 
 def grant(sender: int, name: str, fields: Any, window_of: Callable[[Channel], Window]) -> None:

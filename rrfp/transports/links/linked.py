@@ -1,26 +1,26 @@
 """The part of a transport that its kind of connection does not matter to: for each peer a link, for all one inbox.
 
 `zmq` and `shm` derive from it. A link is the state of the connection to one peer; it reports messages, bad frames and
-the peer's loss here.
+the peer's loss to its transport, or to the one that this is a part of.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rrfp import timeouts
-from rrfp.errors import ConfigError, PeerLostError, RrfpError, TransportClosedError, TransportError
+from rrfp.errors import ConfigError, FrameError, PeerLostError, RrfpError, TransportClosedError, TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, Deliver, Message, Transport, TransportContext, TransportStatistics
-from rrfp.transports.links.flow import CLOSED, HomeLoop, Inbox, Window
+from rrfp.transports.links.flow import CLOSED, Credits, HomeLoop, Inbox, Window, grant
 from rrfp.transports.links.rate_limited_log import RateLimitedLog
 from rrfp.transports.rendezvous import lookup_peer
-from rrfp.transports.wire.codec import Codec
+from rrfp.transports.wire.codec import Codec, Sealed
 
 _log = get_logger(__name__)
 
@@ -62,14 +62,72 @@ class LinkContract(Protocol):
         """Free all resources; sends raise the first ``error`` passed. May be called twice."""
 
 
+#: Kinds of frames that links over connections of their own exchange.
+HELLO, WELCOME, CREDIT, WANT, BYE = "hello", "welcome", "credit", "want", "bye"
+
+LEFT = "it closed its end"
+
+Outlet = TypeVar("Outlet", bound=OutletContract)
+
+
+class GreetedLink(ABC, Generic[Outlet]):
+    """A link over connections of its own, one for each channel: the frames that it exchanges with the peer's end."""
+
+    def __init__(self, peer: int, queue_bytes: int) -> None:
+        self.peer = peer
+        self.outlets: dict[Channel, Outlet] = {}
+        self.is_connected = False
+        self.opened = asyncio.Event()
+        self._byes: set[Channel] = set()
+        self._is_over = False
+        self._credits = Credits(queue_bytes, partial(self._post, CREDIT))
+
+    @abstractmethod
+    def _post(self, kind: str, *fields: object) -> None:
+        """Send a frame on control, without waiting."""
+
+    @property
+    def _has_left(self) -> bool:
+        return len(self._byes) == len(Channel)
+
+    def on_frame(self, channel: Channel, sealed: Sealed) -> None:
+        """Handle a frame of the link itself; a FrameError if a field is malformed."""
+        if sealed.kind == CREDIT:
+            grant(sealed.sender, CREDIT, sealed.fields, self._window)
+        elif sealed.kind == WANT:
+            self._credits.want(sealed.sender, WANT, sealed.fields)
+        elif sealed.kind == BYE:
+            self._byes.add(channel)
+            if self._has_left:
+                self._on_left()
+
+    def _window(self, channel: Channel) -> Window:
+        outlet = self.outlets.get(channel)
+        if outlet is None:
+            raise FrameError(self.peer, "credit", "comes before the greeting")
+        return outlet.window
+
+    def _on_left(self) -> None:
+        for outlet in self.outlets.values():
+            outlet.window.fail(PeerLostError(self.peer, LEFT))
+
+    def consumed(self, channel: Channel, num_bytes: int) -> None:
+        """The bytes become credit for the sender."""
+        self._credits.consumed(channel, num_bytes)
+
+
 Link = TypeVar("Link", bound=LinkContract)
 
 
 class LinkedTransport(Transport, Generic[Link]):
-    """A link for each peer, and one inbox. A subclass has `_connect` and `_free`."""
+    """A link for each peer, and one inbox. A subclass has `_connect` and `_free`.
 
-    def __init__(self, context: TransportContext) -> None:
+    As a part of ``whole`` it connects some of its peers; messages, bad frames and losses go there.
+    """
+
+    def __init__(self, context: TransportContext, whole: LinkedTransport[Any] | None = None) -> None:
         super().__init__(context)
+        self._whole: LinkedTransport[Any] = whole or self
         self._codec = Codec(context)
         self._links: dict[int, Link] = {}
         self._inbox: Inbox | None = None
@@ -240,7 +298,7 @@ class LinkedTransport(Transport, Generic[Link]):
     def _on_error_raised(self) -> None:
         self._pending_errors -= 1
 
-    def on_lost(self, error: PeerLostError) -> None:
-        """A peer is lost, and its last message was reported."""
+    def on_error(self, error: RrfpError) -> None:
+        """A peer is lost, and its last message was reported, or this end failed: ``receive`` raises it."""
         assert self._inbox is not None
         self._inbox.put(error)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rrfp.errors import FrameError, TransportError
 from rrfp.transports.base import Channel, Message
+from rrfp.transports.links.linked import BYE, CREDIT, HELLO, WANT, WELCOME
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, Datagram, DatagramBody, unpack
 from rrfp.transports.shm.packets import Packet
 from rrfp.transports.shm.slots import Slot, padded, with_limit
@@ -16,36 +17,34 @@ from rrfp.transports.wire.announcements import Announcement
 from rrfp.transports.wire.codec import Sealed
 from rrfp.transports.wire.header_checks import HeaderChecks
 
+DROP, LOST = "drop", "lost"
+
 #: The kinds of the link's own frames; every other kind is a message's.
-LINK_KINDS = ("hello", "welcome", "credit", "want", "drop", "lost", "bye")
-HELLO, WELCOME, CREDIT, WANT, DROP, LOST, BYE = LINK_KINDS
+LINK_KINDS = (HELLO, WELCOME, CREDIT, WANT, DROP, LOST, BYE)
 
 
-class ShmReceiver(Protocol):
-    """The owner of an inlet, to which it reports."""
+class FrameReceiver(Protocol):
+    """The link of an inlet."""
 
-    def on_message(self, message: Message, num_bytes: int) -> None:
-        """A complete message arrived; its tensors have ``num_bytes``."""
+    peer: int
 
-    def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
+    def on_frame(self, channel: Channel, sealed: Sealed) -> None:
         """A frame of the link itself arrived."""
 
-    def on_bad_frame(self, error: TransportError) -> None:
-        """A frame was dropped."""
-
-    def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
+    def on_message_lost(self, channel: Channel, num_bytes: int, slot: int) -> None:
         """The slot of a good message cannot be mapped here."""
 
 
 class ShmInlet:
-    """One channel of ``peer``. Used on one loop only."""
+    """One channel of a peer. Used on one loop only."""
 
-    def __init__(self, peer: int, channel: Channel, shared: TransportState, receiver: ShmReceiver) -> None:
-        self._peer = peer
+    def __init__(self, channel: Channel, shared: TransportState, link: FrameReceiver) -> None:
+        self._peer = link.peer
         self._channel = channel
         self._codec = shared.codec
         self._register = shared.register
-        self._receiver = receiver
+        self._link = link
+        self._owner = shared.owner
         self._slots: dict[int, Slot] = {}
         self._sequence = 0
 
@@ -63,15 +62,15 @@ class ShmInlet:
             if sealed.kind == DROP:
                 self._drop(sealed.fields)
             elif sealed.kind in LINK_KINDS:
-                self._receiver.on_link_frame(self._peer, self._channel, sealed)
+                self._link.on_frame(self._channel, sealed)
             else:
                 message = self._message(sealed, datagram, slot)
                 self._sequence += 1
-                self._receiver.on_message(message, datagram.payload.num_bytes)
+                self._owner.on_message(message, datagram.payload.num_bytes)
         except TransportError as error:
             if slot is not None and not slot.is_borrowed:
                 slot.free()
-            self._receiver.on_bad_frame(error)
+            self._owner.on_bad_frame(error)
         finally:
             if packet.descriptor is not None:
                 os.close(packet.descriptor)  # the mapping needs it no longer
@@ -131,7 +130,7 @@ class ShmInlet:
         """Have the channel continue behind a good message whose slot is none here."""
         announcement = self._next(self._codec.open(datagram.header, self._peer), datagram)
         self._sequence += 1
-        self._receiver.on_message_lost(self._peer, self._channel, announcement.num_bytes, datagram.payload.slot)
+        self._link.on_message_lost(self._channel, announcement.num_bytes, datagram.payload.slot)
 
     def _drop(self, fields: list[Any]) -> None:
         """Forget a slot; memory that tensors still use stays theirs."""

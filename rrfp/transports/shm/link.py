@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
-from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
+from rrfp.errors import PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Channel, Message
-from rrfp.transports.links.flow import Credits, Window, apply_credit, cost_of
+from rrfp.transports.links.flow import Window, cost_of
+from rrfp.transports.links.linked import BYE, HELLO, LEFT, WANT, WELCOME, GreetedLink
 from rrfp.transports.shm.datagrams import INLINE_BYTES, DatagramBody, pack
-from rrfp.transports.shm.inlet import BYE, CREDIT, DROP, HELLO, LOST, WANT, WELCOME, ShmInlet, ShmReceiver
+from rrfp.transports.shm.inlet import DROP, LOST, ShmInlet
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.slot_pool import SlotLoan, SlotPool, is_same
 from rrfp.transports.shm.slots import Slot, padded, with_limit
@@ -194,13 +194,6 @@ def _fill(slot: Slot, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
 _BATCH = 32
 
 
-class LinkOwner(ShmReceiver, Protocol):
-    """The owner of links: also learns of their ends."""
-
-    def on_lost(self, error: PeerLostError) -> None:
-        """A peer is lost, and its last message was reported."""
-
-
 @dataclass(slots=True)
 class _Connection:
     """One channel: its socket, and what arrives."""
@@ -210,22 +203,15 @@ class _Connection:
     has_ended: bool = False
 
 
-class ShmLink:
+class ShmLink(GreetedLink[ShmOutlet]):
     """The connection to one peer. Used on one loop only."""
 
-    def __init__(self, peer: int, shared: TransportState, owner: LinkOwner) -> None:
-        self.peer = peer
+    def __init__(self, peer: int, shared: TransportState) -> None:
+        super().__init__(peer, shared.queue_bytes)
         self.process: int | None = None
-        self.is_connected = False
-        self.opened = asyncio.Event()
         self._shared = shared
-        self._owner = owner
-        self.outlets: dict[Channel, ShmOutlet] = {}
         self._connections: dict[Channel, _Connection] = {}
         self._welcomed: set[Channel] = set()
-        self._byes: set[Channel] = set()
-        self._credits = Credits(shared.queue_bytes, partial(self._post, Channel.CONTROL, CREDIT))
-        self._is_over = False
 
     def attach(self, channel: Channel, packets: PacketSocket, process: int, *, accepted: bool) -> None:
         """Add the socket of a channel, and greet."""
@@ -234,16 +220,16 @@ class ShmLink:
             return
         shared = self._shared
         self.process = process
-        outlet = ShmOutlet(self.peer, packets, shared, partial(self._post, Channel.CONTROL, WANT, channel.value))
+        outlet = ShmOutlet(self.peer, packets, shared, partial(self._post, WANT, channel.value))
         self.outlets = {**self.outlets, channel: outlet}  # a new one: `statistics` may be reading it in another thread
-        connection = _Connection(packets, ShmInlet(self.peer, channel, shared, self._owner))
+        connection = _Connection(packets, ShmInlet(channel, shared, self))
         self._connections[channel] = connection
         packets.on_readable(partial(self._read, connection, _BATCH))
         if accepted:
-            self._post(channel, WELCOME)
+            self._post_on(channel, WELCOME)
             self._on_welcome(channel)
         else:
-            self._post(channel, HELLO, channel.value)
+            self._post_on(channel, HELLO, channel.value)
 
     def has(self, channel: Channel) -> bool:
         return channel in self._connections
@@ -254,7 +240,10 @@ class ShmLink:
             self.is_connected = True
             self.opened.set()
 
-    def _post(self, channel: Channel, kind: str, *fields: object) -> None:
+    def _post(self, kind: str, *fields: object) -> None:
+        self._post_on(Channel.CONTROL, kind, *fields)
+
+    def _post_on(self, channel: Channel, kind: str, *fields: object) -> None:
         self._connections[channel].packets.post(pack(self._shared.codec.seal(kind, *fields)))
 
     def _read(self, connection: _Connection, most: int | None = None) -> None:
@@ -274,42 +263,20 @@ class ShmLink:
             most = None if most is None else most - 1
 
     def on_frame(self, channel: Channel, sealed: Sealed) -> None:
-        """Handle a frame of the link itself; a FrameError if a field is malformed."""
         if sealed.kind == WELCOME:
             self._on_welcome(channel)
-        elif sealed.kind == CREDIT:
-            apply_credit(sealed, self._window)
-        elif sealed.kind == WANT:
-            self._credits.want(sealed.sender, WANT, sealed.fields)
         elif sealed.kind == LOST:
             check = HeaderChecks(self.peer)
             (slot,) = check.array("lost", sealed.fields, 1)
             self.outlets[channel].pool.take_back(check.integer("lost.slot", slot, least=1))
-        elif sealed.kind == BYE:
-            self._byes.add(channel)
-            if len(self._byes) == len(Channel):
-                for outlet in self.outlets.values():
-                    outlet.window.fail(self._left())
-
-    def _window(self, channel: Channel) -> Window:
-        outlet = self.outlets.get(channel)
-        if outlet is None:
-            raise FrameError(self.peer, "credit", "comes before the greeting")
-        return outlet.window
-
-    def _left(self) -> PeerLostError:
-        return PeerLostError(self.peer, "it closed its end")
-
-    def consumed(self, channel: Channel, num_bytes: int) -> None:
-        """``receive`` returned a message of ``channel``: its bytes become credit for the sender."""
-        if not self._is_over:
-            self._credits.consumed(channel, num_bytes)
+        else:
+            super().on_frame(channel, sealed)
 
     def on_message_lost(self, channel: Channel, num_bytes: int, slot: int) -> None:
         """A message cannot be received here: its bytes become credit."""
         self.consumed(channel, num_bytes)
         if slot:
-            self._post(channel, LOST, slot)
+            self._post_on(channel, LOST, slot)
 
     def lose(self, reason: str) -> None:
         """Read what the peer sent, then report its loss, unless it left."""
@@ -317,12 +284,12 @@ class ShmLink:
             self._read(connection)
         if self._is_over:
             return
-        if len(self._byes) == len(Channel):
-            self.end(self._left())
+        if self._has_left:
+            self.end(PeerLostError(self.peer, LEFT))
             return
         error = PeerLostError(self.peer, reason)
         self.end(error)
-        self._owner.on_lost(error)
+        self._shared.owner.on_error(error)
 
     def end(self, error: RrfpError) -> None:
         """Free all resources; sends raise the first ``error`` passed. May be called twice."""

@@ -141,7 +141,6 @@ class Slot:
         return self._state[0] == _FREE
 
     def lend(self) -> None:
-        """Mark the slot as lent."""
         self._state[0] = _LENT
 
     def free(self) -> None:

@@ -7,10 +7,12 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from rrfp.transports.links.flow import HomeLoop, settle
+from rrfp.transports.links.linked import LinkedTransport
 from rrfp.transports.wire.codec import Codec
 
 _Job = tuple[Callable[[], None], asyncio.Future[None]]
@@ -70,6 +72,8 @@ def _call(function: Callable[[], None]) -> Exception | None:
 class TransportState:
     """State shared by a transport's connections."""
 
+    #: The transport that messages, bad frames and losses go to.
+    owner: LinkedTransport[Any]
     home: HomeLoop
     codec: Codec
     #: For large messages.

@@ -16,24 +16,24 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, RrfpError, TransportClosedError, TransportError
 from rrfp.plain import shown
 from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.links.flow import HomeLoop
-from rrfp.transports.links.linked import LinkedTransport
+from rrfp.transports.links.linked import HELLO, LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
 from rrfp.transports.shm.datagrams import BUFFER_BYTES, unpack
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
-from rrfp.transports.shm.inlet import HELLO
 from rrfp.transports.shm.link import ShmLink
 from rrfp.transports.shm.liveness import PeerLiveness
 from rrfp.transports.shm.packets import PacketSocket
 from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surplus
 from rrfp.transports.shm.slots import with_limit
 from rrfp.transports.shm.state import Copier, TransportState
-from rrfp.transports.wire.codec import Codec, Sealed
+from rrfp.transports.wire.codec import Codec
 from rrfp.transports.wire.header_checks import HeaderChecks
 
 #: Takes a greeted connection: rank, channel, socket and process. Raises a FrameError if that channel has one already.
@@ -98,8 +98,8 @@ _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS
 class ShmTransport(LinkedTransport[ShmLink]):
     """Between processes of one user on one Linux host, in common network and pid namespaces."""
 
-    def __init__(self, context: TransportContext) -> None:
-        super().__init__(context)
+    def __init__(self, context: TransportContext, whole: LinkedTransport[Any] | None = None) -> None:
+        super().__init__(context, whole)
         if sys.platform != "linux":
             raise ConfigError(f"transport shm needs Linux, this is {sys.platform}; use transport zmq")
         self._copier: Copier | None = None
@@ -117,15 +117,16 @@ class ShmTransport(LinkedTransport[ShmLink]):
         self._pending.close()
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
-        context = self.context
+        context, whole, queue_bytes = self.context, self._whole, self.context.queue_bytes
         self._copier = Copier(home, f"rrfp-shm-copies-{context.rank}")
         register = (lambda memory: None) if context.copies is None else context.copies.register
         buffer = bytearray(BUFFER_BYTES)
-        shared = TransportState(home, self._codec, self._copier, context.queue_bytes, buffer, register, self._make_room)
-        self._links = {peer: ShmLink(peer, shared, self) for peer in context.peers}
+        make_room = self._make_room
+        shared = TransportState(whole, home, self._codec, self._copier, queue_bytes, buffer, register, make_room)
+        self._links = {peer: ShmLink(peer, shared) for peer in context.peers}
         self._watch = PeerLiveness(home, context.heartbeat_s, context.patience_s)
-        self._pending = PendingConnections(self._codec, home, shared.buffer, self._on_greeted, self.on_rejected)
-        self._listener = Listener(context.rank, home, self._pending.add, self.on_rejected)
+        self._pending = PendingConnections(self._codec, home, shared.buffer, self._on_greeted, whole.on_rejected)
+        self._listener = Listener(context.rank, home, self._pending.add, whole.on_rejected)
         await publish_in_time(context, address_key(context, context.rank), self._listener.address.encode())
         for peer in context.peers:
             if peer < context.rank:
@@ -198,13 +199,6 @@ class ShmTransport(LinkedTransport[ShmLink]):
         if self._trimming is not None:
             self._trimming.cancel()
 
-    def on_message_lost(self, peer: int, channel: Channel, num_bytes: int, slot: int) -> None:
-        self._links[peer].on_message_lost(channel, num_bytes, slot)
-
-    def on_link_frame(self, peer: int, channel: Channel, sealed: Sealed) -> None:
-        self._links[peer].on_frame(channel, sealed)
-
 
 def address_key(context: TransportContext, rank: int) -> str:
-    """The key under which ``rank`` publishes its address."""
     return f"shm/{context.run_id}/{context.restart}/{rank}"

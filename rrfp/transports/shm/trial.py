@@ -6,9 +6,10 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+
+import msgpack
 
 from rrfp import timeouts
 from rrfp.errors import TransportError
@@ -30,7 +31,7 @@ _DONE = b"done"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What two processes must have in common to share memory."""
+    """What two processes must have in common to share memory, and what each publishes beside it."""
 
     #: This start of this machine.
     boot: str
@@ -41,17 +42,26 @@ class Host:
     pid_namespace: str
     #: Why shared memory does not work here at all; empty if it does.
     obstacle: str = ""
+    #: Where it answers trials; empty if it does not.
+    address: str = ""
+    #: The way in which it shares its device's memory; empty if it does not.
+    sharing: str = ""
 
-    def to_plain(self) -> dict[str, str]:
-        """For `from_plain` of another process."""
-        return asdict(self)
+    def pack(self) -> bytes:
+        return bytes(msgpack.packb(asdict(self)))
 
     @classmethod
-    def from_plain(cls, fields: Mapping[str, str]) -> Host:
-        """The facts of another process; a TypeError or ValueError if they are malformed."""
-        if not all(isinstance(value, str) for value in fields.values()):
-            raise ValueError("must be strings")
-        return cls(**fields)
+    def unpack(cls, rank: int, value: bytes) -> Host:
+        """What a rank has published of its process; a TransportError if it is malformed."""
+        try:
+            fields = msgpack.unpackb(value)
+            if not all(isinstance(each, str) for each in fields.values()):
+                raise ValueError("all fields must be strings")
+            return cls(**fields)
+        except Exception as error:  # msgpack raises many types
+            raise TransportError(
+                f"rank {rank}, or another program, wrote {value!r:.200} to the store, which is malformed: {error}"
+            ) from error
 
 
 def this_host(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Host:

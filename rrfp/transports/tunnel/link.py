@@ -15,29 +15,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from rrfp import timeouts
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
 from rrfp.transports.base import Channel, Message, Plain, Transport
 from rrfp.transports.links.flow import Credits, HomeLoop, Window, background, cost_of, grant, to_its_end
-from rrfp.transports.tunnel.announcements import (
+from rrfp.transports.links.linked import LEFT
+from rrfp.transports.tunnel.p2p import (
     BESIDE,
     CREDIT,
     ENTRY,
     FAREWELL,
     WANT,
-    TensorHeader,
+    P2PChannel,
+    P2PError,
     announced,
     announcement,
     check_body,
     entry_of,
     number_of,
 )
-from rrfp.transports.tunnel.p2p import P2PChannel, P2PError
-from rrfp.transports.tunnel.transport import Outlet, StagedLink, TunnelTransport, check_message, failure_of
-
-LEFT = "it closed its end"
+from rrfp.transports.tunnel.transport import Outlet, StagedLink, TunnelTransport, check_message
 
 
 class TunnelLink(StagedLink):
@@ -75,7 +72,7 @@ class TunnelLink(StagedLink):
             self._has_left = True
             self._on_left()
         elif CREDIT in body:
-            grant(sender, CREDIT, body[CREDIT], lambda channel: self._outlets[channel].window)
+            grant(sender, CREDIT, body[CREDIT], lambda channel: self.outlets[channel].window)
         elif WANT in body:
             self._credits.want(sender, WANT, body[WANT])
         elif ENTRY not in body and BESIDE not in body:
@@ -95,7 +92,7 @@ class TunnelLink(StagedLink):
             beside.refuse(number, fields)
             raise
         received = beside.receive(number, header.moved, fields)
-        self._arrivals.add_pending(message.channel, header.num_bytes, _assembled(header, received))
+        self._arrivals.add_pending(message, header.num_bytes, header.assemble(received))
 
     def _on_whole(self, message: Message, num_bytes: int) -> None:
         number = self._sequences[message.channel]
@@ -195,7 +192,7 @@ class TunnelOutlet(Outlet):
         if beside is not None and message.channel is not Channel.CONTROL:
             moved = [i for i, tensor in enumerate(message.tensors) if tensor is not None and beside.moves(tensor)]
         if moved or num_bytes > context.max_message_bytes:
-            check_message(message, num_bytes, context.max_message_bytes, context.copies)
+            check_message(message, num_bytes, context)
         return moved
 
     async def send(self, message: Message, num_bytes: int) -> None:
@@ -236,12 +233,3 @@ class TunnelOutlet(Outlet):
             return True
         self.window.release(cost)
         return False
-
-
-async def _assembled(header: TensorHeader, received: Awaitable[list[Tensor]]) -> Message:
-    try:
-        return header.assemble(await received)
-    except (RrfpError, P2PError):
-        raise
-    except Exception as error:
-        raise failure_of(error, header.message) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,21 +27,20 @@ from rrfp.transports import base as contract
 from rrfp.transports.base import Channel, Deliver, Loan, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.links.flow import HomeLoop, Window
 from rrfp.transports.links.linked import LinkedTransport
-from rrfp.transports.tunnel.announcements import STAGED
-from rrfp.transports.tunnel.p2p import P2PError
+from rrfp.transports.tunnel.p2p import STAGED, P2PError
 from rrfp.transports.wire.tensor_bytes import check_sendable, from_buffer
 
 #: So many seconds after its start, a copy to the device is late. They last milliseconds.
 LATE_S = 0.5
 
 
-def check_message(message: Message, num_bytes: int, max_message_bytes: int, copies: DeviceCopies | None) -> None:
+def check_message(message: Message, num_bytes: int, context: TransportContext) -> None:
     """A ConfigError for a message whose tensors the base transport does not see and that it would refuse."""
-    if num_bytes > max_message_bytes:
-        raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {max_message_bytes}")
+    if num_bytes > context.max_message_bytes:
+        raise ConfigError(f"message has {num_bytes} bytes, max_message_bytes is {context.max_message_bytes}")
     for tensor in message.tensors:
         if tensor is not None:
-            check_sendable(tensor, copies)
+            check_sendable(tensor, context.copies)
 
 
 async def on_host(message: Message, indices: list[int], copies: DeviceCopies, peer: int, loan: Loan | None) -> Message:
@@ -75,19 +74,8 @@ def staged_indices(message: Message) -> list[int]:
 async def on_device(message: Message, indices: list[int], copies: DeviceCopies, peer: int) -> Message:
     """A received message with its tensors at ``indices`` on the device."""
     body = {key: value for key, value in message.body.items() if key != STAGED}
-    try:
-        tensors = await with_copies(message.tensors, indices, partial(copies.to_device, peer=peer))
-    except RrfpError:
-        raise
-    except Exception as error:
-        raise failure_of(error, message) from error
+    tensors = await with_copies(message.tensors, indices, partial(copies.to_device, peer=peer))
     return replace(message, tensors=tuple(tensors), body=body)
-
-
-def failure_of(error: Exception, message: Message) -> TransportError:
-    """The error for tensors that could not be copied to this device."""
-    whose = f"tensors of {message.kind} {message.task} from rank {message.sender}"
-    return TransportError(f"{type(error).__name__}: {error}, while {whose} were received")
 
 
 class Arrivals:
@@ -104,12 +92,8 @@ class Arrivals:
         self._deliver = deliver
         self._on_failed = on_failed
         self._queues = {channel: deque[Message | asyncio.Future[Message]]() for channel in Channel}
-        self._completing: set[asyncio.Future[Message]] = set()
-
-    @property
-    def pending(self) -> int:
-        """How many messages are being completed."""
-        return len(self._completing)
+        #: Messages that are being completed.
+        self.completing: set[asyncio.Future[Message]] = set()
 
     def is_first_pending(self, channel: Channel) -> bool:
         """Whether the next message of a channel is being completed."""
@@ -117,26 +101,29 @@ class Arrivals:
         return bool(queue) and not isinstance(queue[0], Message)
 
     def add(self, message: Message) -> None:
-        """A whole message arrived."""
         self._queues[message.channel].append(message)
         self._flush(message.channel)
 
-    def add_pending(self, channel: Channel, num_bytes: int, completing: Awaitable[Message]) -> None:
-        """A message arrived, and will be whole."""
+    def add_pending(self, message: Message, num_bytes: int, completing: Awaitable[Message]) -> None:
+        """A message arrived, and will be whole, with ``num_bytes``."""
         future = asyncio.ensure_future(completing)
-        self._queues[channel].append(future)
-        self._completing.add(future)
-        future.add_done_callback(partial(self._on_completed, channel, num_bytes))
+        self._queues[message.channel].append(future)
+        self.completing.add(future)
+        future.add_done_callback(partial(self._on_completed, message, num_bytes))
 
-    def _on_completed(self, channel: Channel, num_bytes: int, completed: asyncio.Future[Message]) -> None:
-        self._completing.discard(completed)
+    def _on_completed(self, message: Message, num_bytes: int, completed: asyncio.Future[Message]) -> None:
+        self.completing.discard(completed)
         if completed.cancelled() or isinstance(error := completed.exception(), TransportClosedError | PeerLostError):
             return  # this end has ended the transfer
-        if error is not None:
-            assert isinstance(error, TransportError | P2PError)
+        channel = message.channel
+        if isinstance(error, P2PError):
             self._on_failed(channel, num_bytes, error)
-            if isinstance(error, P2PError):
-                return
+            return
+        if error is not None:
+            whose = f"tensors of {message.kind} {message.task} from rank {message.sender}"
+            failure = TransportError(f"{type(error).__name__}: {error}, while {whose} were received")
+            failure.__cause__ = error
+            self._on_failed(channel, num_bytes, failure)
             self._queues[channel].remove(completed)
         self._flush(channel)
 
@@ -145,7 +132,7 @@ class Arrivals:
         while queue:
             message = queue[0]
             if not isinstance(message, Message):
-                if message in self._completing or message.exception() is not None:
+                if message in self.completing or message.exception() is not None:
                     return
                 message = message.result()
             queue.popleft()
@@ -153,7 +140,7 @@ class Arrivals:
 
     def end(self) -> None:
         """Complete no more messages; copies under way end by themselves. May be called twice."""
-        for completing in self._completing:
+        for completing in self.completing:
             completing.cancel()
 
 
@@ -172,7 +159,7 @@ class StagedLink:
         self._owner = owner
         self._home = home
         self._arrivals = Arrivals(self._on_whole, self._on_missed)
-        self._outlets = {channel: self._new_outlet(channel) for channel in Channel}
+        self.outlets = {channel: self._new_outlet(channel) for channel in Channel}
         #: By channel, messages that were passed on or are being completed, and that ``receive`` has not returned.
         self._unreceived = dict.fromkeys(Channel, 0)
         self._received = asyncio.Event()
@@ -187,16 +174,12 @@ class StagedLink:
         # The base transport bounds what is sent; this window only carries the error of sends.
         return Outlet(self, Window(sys.maxsize, self._home))
 
-    @property
-    def outlets(self) -> Mapping[Channel, Outlet]:
-        return self._outlets
-
     def to_stage(self, message: Message) -> list[int]:
         """The indices of the tensors that pass through host memory, once all tensors can be sent."""
-        if (copies := self._copies) is None:
+        if self._copies is None:
             return []
-        if indices := held_by(copies, message.tensors):
-            check_message(message, message.num_bytes, self.base.context.max_message_bytes, copies)
+        if indices := held_by(self._copies, message.tensors):
+            check_message(message, message.num_bytes, self._owner.context)
         return indices
 
     async def send_whole(self, message: Message) -> None:
@@ -226,7 +209,6 @@ class StagedLink:
                 return
 
     def on_message(self, message: Message) -> None:
-        """The base transport brought a message."""
         try:
             if not self._reported:
                 self._add(message)
@@ -238,7 +220,7 @@ class StagedLink:
         self._unreceived[message.channel] += 1
         if copies is not None and indices:
             completing = on_device(message, indices, copies, self.peer)
-            self._arrivals.add_pending(message.channel, message.num_bytes, completing)
+            self._arrivals.add_pending(message, message.num_bytes, completing)
         else:
             self._arrivals.add(message)
 
@@ -248,10 +230,9 @@ class StagedLink:
         self._report_if_idle()
 
     def _on_missed(self, channel: Channel, num_bytes: int, error: TransportError | P2PError) -> None:
-        """A message did not become whole."""
         assert isinstance(error, TransportError)
         self.consumed(channel, num_bytes)
-        self._owner.on_failure(error)
+        self._owner.on_error(error)
         self._report_if_idle()
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
@@ -271,18 +252,18 @@ class StagedLink:
         self._report_if_idle()
 
     def _report_if_idle(self) -> None:
-        if self._loss is not None and not self._arrivals.pending:
+        if self._loss is not None and not self._arrivals.completing:
             self._report()
 
     def _report(self) -> None:
         if (loss := self._loss) is not None and not self._reported:
             self.end(loss)
-            self._owner.on_lost(loss)
+            self._owner.on_error(loss)
 
     def _fail(self, error: RrfpError) -> None:
         """Make all sends raise ``error``, unless they raise another one already."""
         self._error = self._error or error
-        for outlet in self._outlets.values():
+        for outlet in self.outlets.values():
             outlet.window.fail(error)
 
     def _stop_timer(self) -> None:
@@ -386,12 +367,12 @@ class TunnelTransport(LinkedTransport[StagedLink]):
                 entry = error
             except TransportClosedError as error:
                 if not (self._closing or self._is_closed):
-                    self.on_failure(error)
+                    self.on_error(error)
                 return
             except Exception as error:  # of a plugin
                 failure = TransportError(f"receiving failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-                self.on_failure(failure)
+                self.on_error(failure)
                 return
             if by_turns and isinstance(entry, Message):
                 await self._links[entry.sender].room_for(entry.channel)
@@ -410,12 +391,7 @@ class TunnelTransport(LinkedTransport[StagedLink]):
         elif isinstance(entry, FrameError):
             self.on_bad_frame(entry)
         else:
-            self.on_failure(entry)
-
-    def on_failure(self, error: RrfpError) -> None:
-        """An error of this end: ``receive`` raises it."""
-        assert self._inbox is not None
-        self._inbox.put(error)
+            self.on_error(entry)
 
     def statistics(self) -> TransportStatistics:
         """Only base transports see strangers, and queue what is staged."""

@@ -61,7 +61,6 @@ class HeaderChecks:
         return FrameError(self._peer, field, reason)
 
     def fail(self, field: str, reason: str) -> NoReturn:
-        """Raise the error for ``field``."""
         raise self._error(field, reason)
 
     def choice(self, field: str, value: Any, choices: type[_Choice]) -> _Choice:
@@ -78,7 +77,6 @@ class HeaderChecks:
         return whole(field, value, least, _MAX_INT, error=self._error)
 
     def boolean(self, field: str, value: Any) -> bool:
-        """True or False."""
         return flag(field, value, error=self._error)
 
     def array(self, field: str, value: Any, length: int | None = None) -> list[Any]:

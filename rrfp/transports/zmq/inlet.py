@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
 
 from rrfp.errors import FrameError
-from rrfp.transports.base import Channel, Message, TransportContext
+from rrfp.transports.base import Channel, TransportContext
+from rrfp.transports.links.linked import BYE, CREDIT, HELLO, WANT, WELCOME, LinkedTransport
 from rrfp.transports.links.pool import BufferPool
 from rrfp.transports.wire.codec import MAX_HEADER_BYTES, Codec, Sealed
 from rrfp.transports.wire.header_checks import MAX_ITEMS
@@ -30,8 +31,10 @@ from rrfp.transports.zmq.gate import authenticated_rank
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, Assembly
 from rrfp.transports.zmq.security import CURVE_BYTES, Security
 
+FAREWELL = "farewell"
+
 #: The kinds of the link's own frames; every other kind is a message's.
-HELLO, WELCOME, CREDIT, WANT, BYE, FAREWELL = LINK_KINDS = ("hello", "welcome", "credit", "want", "bye", "farewell")
+LINK_KINDS = (HELLO, WELCOME, CREDIT, WANT, BYE, FAREWELL)
 
 #: A start has the header, and further parts of at most `INLINE_BYTES` together, none of them empty but the first.
 _MAX_PARTS = 1 + MAX_ITEMS
@@ -67,22 +70,13 @@ class Route:
     out_of_step: bool = False
 
 
-class ZmqReceiver(Protocol):
-    """The owner of an inlet, to which it reports."""
+class FrameReceiver(Protocol):
+    """The link with a peer."""
 
-    def on_message(self, message: Message, num_bytes: int) -> None:
-        """A complete message arrived; its tensors have ``num_bytes``."""
-
-    def on_link_frame(self, route: Route, sealed: Sealed) -> None:
+    def on_frame(self, channel: Channel, sealed: Sealed) -> None:
         """A frame of the link itself arrived."""
 
-    def on_bad_frame(self, error: FrameError) -> None:
-        """A frame was dropped."""
-
-    def on_rejected(self, sentence: str) -> None:
-        """A frame of no rank was dropped, as the sentence says."""
-
-    def on_disconnected(self, peer: int, channel: Channel) -> None:
+    def on_disconnected(self, channel: Channel) -> None:
         """A greeted connection ended; all its messages were reported."""
 
 
@@ -104,12 +98,14 @@ class ZmqInlet:
         sockets: zmq.Context[zmq.Socket[bytes]],
         codec: Codec,
         context: TransportContext,
-        receiver: ZmqReceiver,
+        owner: LinkedTransport[Any],
+        links: Mapping[int, FrameReceiver],
         channels: Sequence[Channel] = tuple(Channel),
         security: Security | None = None,
     ) -> None:
         self._codec = codec
-        self._receiver = receiver
+        self._owner = owner
+        self._links = links
         self._pool = BufferPool()
         ends = [(peer, channel) for peer in context.peers for channel in channels]
         self._routes = {identity_of(*end): Route(*end) for end in ends}
@@ -143,7 +139,7 @@ class ZmqInlet:
         return endpoint
 
     def close(self) -> None:
-        """Free everything. May be called twice, also from a callback of the receiver."""
+        """Free everything. May be called twice, also from a callback of the owner."""
         if self._closed:
             return
         self._closed = True
@@ -169,7 +165,7 @@ class ZmqInlet:
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(value)
             elif event & _FAILED_HANDSHAKES:
-                self._receiver.on_rejected("a connection ended in its handshake")
+                self._owner.on_rejected("a connection ended in its handshake")
             else:
                 self._open.discard(value)
                 if (route := self._greeted.pop(value, None)) is not None:
@@ -201,7 +197,7 @@ class ZmqInlet:
         # Every connection in this list ended before the socket was empty, so none has a message left.
         ended, self._ended = self._ended, []
         for route in ended:
-            self._receiver.on_disconnected(route.peer, route.channel)
+            self._links[route.peer].on_disconnected(route.channel)
 
     def _read_rest(self, identity: bytes) -> int:
         """Read and handle the parts after the identity; returns their bytes."""
@@ -218,7 +214,7 @@ class ZmqInlet:
             self._refuse(authenticated_rank(part), identity)
             return num_bytes
         if route is None:
-            self._receiver.on_rejected(f"dropped {num_bytes} bytes of an unauthenticated sender, {identity!r:.80}")
+            self._owner.on_rejected(f"dropped {num_bytes} bytes of an unauthenticated sender, {identity!r:.80}")
             return num_bytes
         try:
             if not is_bounded:
@@ -228,26 +224,26 @@ class ZmqInlet:
             else:
                 self._on_piece(route, parts[0].buffer)
         except FrameError as error:
-            self._receiver.on_bad_frame(error)
+            self._owner.on_bad_frame(error)
         return num_bytes
 
     def _refuse(self, rank: int | None, identity: bytes) -> None:
         """Drop a frame under another connection's identity."""
         if rank is None:
-            self._receiver.on_rejected(f"dropped a frame of an unauthenticated sender, {identity!r:.80}")
+            self._owner.on_rejected(f"dropped a frame of an unauthenticated sender, {identity!r:.80}")
         else:
-            self._receiver.on_bad_frame(FrameError(rank, "sender", f"is {identity!r:.80}, not a connection of its own"))
+            self._owner.on_bad_frame(FrameError(rank, "sender", f"is {identity!r:.80}, not a connection of its own"))
 
     def _on_start(self, route: Route, parts: list[zmq.Frame]) -> None:
         sealed = self._codec.open(parts[0].buffer, route.peer)
         if sealed.kind in LINK_KINDS:
             if sealed.kind == HELLO:
                 self._greet(route, parts[0])
-            self._receiver.on_link_frame(route, sealed)
+            self._links[route.peer].on_frame(route.channel, sealed)
             return
         interrupted, route.assembly = route.assembly, None
         if interrupted is not None:
-            self._receiver.on_bad_frame(interrupted.incomplete())
+            self._owner.on_bad_frame(interrupted.incomplete())
         route.out_of_step = True  # until all checks pass: after a bad start, its pieces are dropped
         announcement = self._codec.announcement(sealed)
         channel, sequence = announcement.channel, announcement.sequence
@@ -277,7 +273,7 @@ class ZmqInlet:
             route.assembly = assembly
             return
         route.sequence += 1
-        self._receiver.on_message(assembly.message(), assembly.num_bytes)
+        self._owner.on_message(assembly.message(), assembly.num_bytes)
 
     def _greet(self, route: Route, part: zmq.Frame) -> None:
         descriptor: Any = part.get(zmq.SRCFD)

@@ -20,7 +20,7 @@ from zmq.utils import z85
 
 from rrfp.errors import ConfigError, TransportError
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.secret import Secret, not_expected
+from rrfp.transports.secret import vouch, vouched
 from rrfp.transports.zmq.gate import Gate, guard
 
 _KEY_BYTES = 32
@@ -29,10 +29,10 @@ _KEY_BYTES = 32
 CURVE_BYTES = 64
 
 #: Of what a rank publishes.
-_NUM_FIELDS = 4
+_NUM_FIELDS = 3
 
 #: Purposes of HMACs, so that none serves for another.
-_VOUCHER, _PASSWORD = "rrfp zmq endpoint 1", "rrfp zmq data 1"
+_VOUCHER, _PASSWORD = "rrfp zmq endpoint 2", "rrfp zmq data 1"
 
 #: Channels by listener: of one listener for all, and of one for each kind.
 ALL_CHANNELS: tuple[Channel, ...] = tuple(Channel)
@@ -48,12 +48,10 @@ class Published(NamedTuple):
     data_endpoint: str = ""
     #: Its CURVE public key with a secret; else the password of plain connections to it.
     key: bytes = b""
-    #: HMAC of all this.
-    voucher: bytes = b""
 
     def pack(self) -> bytes:
-        fields = [self.endpoint, self.data_endpoint, self.key.hex(), self.voucher.hex()]
-        return " ".join(field or "-" for field in fields).removesuffix(" - - -").encode()
+        fields = [self.endpoint, self.data_endpoint, self.key.hex()]
+        return " ".join(field or "-" for field in fields).removesuffix(" - -").encode()
 
     @classmethod
     def unpack(cls, value: bytes) -> Published:
@@ -61,11 +59,11 @@ class Published(NamedTuple):
         fields = ["" if field == "-" else field for field in value.decode().split(" ")]
         if len(fields) not in (1, _NUM_FIELDS):
             raise ValueError(f"must have 1 or {_NUM_FIELDS} fields")
-        endpoint, data_endpoint, key, voucher = fields if len(fields) == _NUM_FIELDS else (*fields, "", "", "")
+        endpoint, data_endpoint, key = fields if len(fields) == _NUM_FIELDS else (*fields, "", "")
         for each in (endpoint, data_endpoint or endpoint):
             if not each.startswith(("tcp://", "ipc://")):
                 raise ValueError("must be an endpoint of tcp or ipc")
-        return cls(endpoint, data_endpoint, bytes.fromhex(key), bytes.fromhex(voucher))
+        return cls(endpoint, data_endpoint, bytes.fromhex(key))
 
     @property
     def is_tcp(self) -> bool:
@@ -104,7 +102,6 @@ class Security:
             listener.setsockopt(zmq.CURVE_SECRETKEY, self._private)
 
     def admit_passwords(self, gate: Gate) -> None:
-        """Admit the plain connections of all peers."""
         own, key = self._context.rank, self._key
         for peer in self._context.peers:
             gate.admit_password(peer, self._password_between(peer, own, key))
@@ -122,40 +119,31 @@ class Security:
 
     def publish(self, endpoints: list[str]) -> bytes:
         """What this rank publishes; ``endpoints`` are those of its listeners."""
-        endpoint, data_endpoint = endpoints[0], "" if len(endpoints) == 1 else endpoints[1]
-        published = Published(endpoint, data_endpoint)
-        if self._secret is not None:
+        published = Published(endpoints[0], "".join(endpoints[1:]))
+        if self._secret is not None or published.is_tcp:
             published = published._replace(key=self._key)
-            return published._replace(voucher=self._secret.mac(*self._parts(self._context.rank, published))).pack()
-        return (published._replace(key=self._password) if published.is_tcp else published).pack()
+        return vouch(self._secret, published.pack(), *self._about(self._context.rank))
 
-    def _parts(self, rank: int, published: Published) -> tuple[str | int | bytes, ...]:
-        """What the voucher of ``rank`` is about."""
-        context = self._context
-        fields = (published.endpoint, published.data_endpoint, published.key)
-        return _VOUCHER, context.run_id, context.restart, rank, *fields
+    def _about(self, rank: int) -> tuple[str | int, ...]:
+        """What the voucher of ``rank`` is about, beside what it published."""
+        return _VOUCHER, self._context.run_id, self._context.restart, rank
 
-    def check(self, peer: int, value: bytes) -> Published:
+    def check(self, peer: int, data: bytes) -> Published:
+        """What ``peer`` published, if it is the peer's and fits."""
+        what, reader = f"an endpoint of rank {peer}", f"rank {self._context.rank}"
+        value = vouched(self._secret, data, what, reader, *self._about(peer))
         try:
             published = Published.unpack(value)
         except ValueError as error:
             raise TransportError(
                 f"cannot connect to {value!r:.200}, which rank {peer} or another program wrote to the store: {error}"
             ) from error
-        if self._secret is not None:
-            self._check_voucher(self._secret, peer, published)
-        elif published.voucher:
-            raise not_expected(f"an endpoint of rank {peer}", f"rank {self._context.rank}")
-        elif published.is_tcp:
+        if published.is_tcp:
             check_plain_tcp(self._context, published.endpoint)
+            if self._secret is not None and bool(published.data_endpoint) != self._context.plain_data:
+                takes = "plain" if published.data_endpoint else "encrypted"
+                raise TransportError(f"rank {peer} takes tensors {takes}: data must be the same on all ranks")
         return published
-
-    def _check_voucher(self, secret: Secret, peer: int, published: Published) -> None:
-        reader = f"rank {self._context.rank}"
-        secret.check(published.voucher, f"an endpoint of rank {peer}", reader, *self._parts(peer, published))
-        if published.is_tcp and bool(published.data_endpoint) != self._context.plain_data:
-            takes = "plain" if published.data_endpoint else "encrypted"
-            raise TransportError(f"rank {peer} takes tensors {takes}: data must be the same on all ranks")
 
     def admit(self, peer: int, published: Published, gate: Gate) -> None:
         """Admit the connections of a peer whose voucher is good."""

@@ -14,42 +14,37 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import zmq
 
 from rrfp import timeouts
-from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
+from rrfp.errors import PeerLostError, RrfpError, TransportError
 from rrfp.log import get_logger
 from rrfp.transports.base import Channel, TransportContext
-from rrfp.transports.links.flow import Credits, HomeLoop, Window, apply_credit
-from rrfp.transports.links.linked import LinkedTransport
+from rrfp.transports.links.flow import HomeLoop, Window
+from rrfp.transports.links.linked import BYE, HELLO, LEFT, WANT, WELCOME, GreetedLink, LinkedTransport
 from rrfp.transports.rendezvous import by_peer, publish_in_time
 from rrfp.transports.wire.codec import Codec, Sealed
 from rrfp.transports.zmq.endpoint import IPC, choose_address
 from rrfp.transports.zmq.gate import Gate
-from rrfp.transports.zmq.inlet import BYE, CREDIT, FAREWELL, HELLO, WANT, WELCOME, Route, ZmqInlet, identity_of
+from rrfp.transports.zmq.inlet import FAREWELL, ZmqInlet, identity_of
 from rrfp.transports.zmq.outlet import ZmqOutlet, open_socket
 from rrfp.transports.zmq.security import ALL_CHANNELS, Published, Security
 
 
-class ZmqLink:
+class ZmqLink(GreetedLink[ZmqOutlet]):
     """The connection to one peer. Used on one loop only."""
 
     def __init__(self, peer: int, codec: Codec, queue_bytes: int, on_lost: Callable[[PeerLostError], None]) -> None:
-        self.peer = peer
-        self.outlets: dict[Channel, ZmqOutlet] = {}
-        self.is_connected = False
-        self.opened = asyncio.Event()
+        super().__init__(peer, queue_bytes)
         self.delivered = asyncio.Event()
         self._codec = codec
         self._on_lost = on_lost
         self._greeted: set[Channel] = set()
-        self._byes: set[Channel] = set()
         self._ended: set[Channel] = set()
-        self._credits = Credits(queue_bytes, partial(self._post, CREDIT))
         self._grace: asyncio.TimerHandle | None = None
         self._welcomed = False
-        self._is_over = False
 
     def connect(self, outlets: dict[Channel, ZmqOutlet]) -> None:
         """Greet on each of the connected ``outlets``."""
@@ -76,47 +71,29 @@ class ZmqLink:
         """Have the peer return what it has consumed: a sender waits."""
         self._post(WANT, channel.value)
 
-    def on_frame(self, route: Route, sealed: Sealed) -> None:
-        """Handle a frame of the link; a FrameError if it is malformed."""
+    def on_frame(self, channel: Channel, sealed: Sealed) -> None:
         if sealed.kind == HELLO:
-            if route.channel not in self._greeted:
-                self._greeted.add(route.channel)
+            if channel not in self._greeted:
+                self._greeted.add(channel)
                 self._welcome()
         elif sealed.kind == WELCOME:
             self._welcomed = True
             self._open()
-        elif sealed.kind == CREDIT:
-            apply_credit(sealed, self._window)
-        elif sealed.kind == WANT:
-            self._credits.want(sealed.sender, WANT, sealed.fields)
-        elif sealed.kind == BYE:
-            self._byes.add(route.channel)
-            if len(self._byes) == len(Channel):
-                self._on_left()
         elif sealed.kind == FAREWELL:
             self.delivered.set()
-
-    def _window(self, channel: Channel) -> Window:
-        outlet = self.outlets.get(channel)
-        if outlet is None:
-            raise FrameError(self.peer, "credit", "comes before the greeting")
-        return outlet.window
-
-    def consumed(self, channel: Channel, num_bytes: int) -> None:
-        """``receive`` returned a message of ``channel``: its bytes become credit for the sender."""
-        self._credits.consumed(channel, num_bytes)
+        else:
+            super().on_frame(channel, sealed)
 
     def _on_left(self) -> None:
         self._post(FAREWELL)
-        for outlet in self.outlets.values():
-            outlet.window.fail(PeerLostError(self.peer, "it closed its end"))
+        super()._on_left()
 
     def on_disconnected(self, channel: Channel) -> None:
         """An inbound connection ended, after all its frames were handled."""
         self._ended.add(channel)
-        if len(self._byes) == len(Channel):
+        if self._has_left:
             if len(self._ended) == len(Channel):
-                self.end(PeerLostError(self.peer, "it closed its end"))
+                self.end(PeerLostError(self.peer, LEFT))
         elif len(self._ended) == len(Channel):
             self._lose()
         elif self._grace is None:
@@ -148,7 +125,7 @@ class ZmqLink:
 
     async def leave(self) -> None:
         """Deliver the accepted messages, send bye and wait for farewell."""
-        if self._is_over or len(self._byes) == len(Channel):
+        if self._is_over or self._has_left:
             return
         with suppress(RrfpError):
             for outlet in self.outlets.values():
@@ -168,21 +145,23 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
             ranks are on this host, else that of the interface towards MASTER_ADDR.
     """
 
-    def __init__(self, context: TransportContext, address: str | None = None) -> None:
-        super().__init__(context)
+    def __init__(
+        self, context: TransportContext, address: str | None = None, whole: LinkedTransport[Any] | None = None
+    ) -> None:
+        super().__init__(context, whole)
         self._address = address
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._gate: Gate | None = None
         self._inlets: list[ZmqInlet] = []
 
     async def _connect(self, home: HomeLoop, deadline_s: float) -> None:
-        context = self.context
-        self._links = {peer: ZmqLink(peer, self._codec, context.queue_bytes, self.on_lost) for peer in context.peers}
+        context, on_lost = self.context, self._whole.on_error
+        self._links = {peer: ZmqLink(peer, self._codec, context.queue_bytes, on_lost) for peer in context.peers}
         security = Security(context)
         address = await choose_address(context, self._address)
         self._check_open()
         self._zmq = zmq.Context()
-        self._gate = Gate(self._zmq, self.on_rejected)
+        self._gate = Gate(self._zmq, self._whole.on_rejected)
         security.admit_passwords(self._gate)
         endpoints = self._listen(address, security)
         await publish_in_time(context, endpoint_key(context, context.rank), security.publish(endpoints))
@@ -204,7 +183,8 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
         assert self._zmq is not None
         context, is_tcp = self.context, address != IPC
         for channels in security.listeners if is_tcp else (ALL_CHANNELS,):
-            inlet = ZmqInlet(self._zmq, self._codec, context, self, channels, security if is_tcp else None)
+            protection = security if is_tcp else None
+            inlet = ZmqInlet(self._zmq, self._codec, context, self._whole, self._links, channels, protection)
             self._inlets.append(inlet)
         if len(self._inlets) > 1:
             _log.warning("rank %d exchanges tensors in plain text over tcp, as data='plain' asks", context.rank)
@@ -235,13 +215,6 @@ class ZmqTransport(LinkedTransport[ZmqLink]):
         if self._zmq is not None:
             self._zmq.destroy(linger=0)  # returns at once, as every socket is closed and drops its queue
 
-    def on_link_frame(self, route: Route, sealed: Sealed) -> None:
-        self._links[route.peer].on_frame(route, sealed)
-
-    def on_disconnected(self, peer: int, channel: Channel) -> None:
-        self._links[peer].on_disconnected(channel)
-
 
 def endpoint_key(context: TransportContext, rank: int) -> str:
-    """The key under which ``rank`` publishes its endpoint."""
     return f"zmq/{context.run_id}/{context.restart}/{rank}"

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from transports.makers import contexts, started
+from transports.reordering import reordered
 
 from rrfp.errors import TransportClosedError
-from rrfp.testing.order import reordered
 from rrfp.testing.transport_checks.pair import data, index_of, running, soon, stays_pending
 from rrfp.transports.inproc import InprocTransport
 

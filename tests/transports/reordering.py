@@ -1,4 +1,4 @@
-"""Transports around another one, which does all work, such as one that delivers messages in another order.
+"""A transport around another one, that delivers its messages in another order.
 
 `reordered` shows that a hint, a stage program or a trainer does not depend on the order of arrival, which differs on
 slow and busy networks::
@@ -13,35 +13,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from rrfp.errors import RrfpError, TransportClosedError
-from rrfp.transports.base import Channel, Message, Transport, TransportContext, TransportStatistics
-
-
-class WrappedTransport(Transport):
-    """Passes every call on to ``inner``."""
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.context)
-        self.carries = inner.carries
-        self._inner = inner
-
-    async def start(self) -> None:
-        await self._inner.start()
-
-    async def send(self, peer: int, message: Message) -> None:
-        await self._inner.send(peer, message)
-
-    async def receive(self) -> Message:
-        return await self._inner.receive()
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def statistics(self) -> TransportStatistics:
-        return self._inner.statistics()
-
+from rrfp.testing.transport_checks.pair import WrappedTransport
+from rrfp.transports.base import Channel, Message, Transport, TransportContext
 
 #: Picks an index below a count, 0 being the first.
 Pick = Callable[[int], int]
@@ -54,15 +27,7 @@ PAUSE_S = 0.0005
 def reordered(
     factory: Callable[[TransportContext], Transport], pick: Pick
 ) -> Callable[[TransportContext], ReorderingTransport]:
-    """A factory to pass as ``transport``.
-
-    Args:
-        factory: makes the transport that moves the messages.
-        pick: decides pauses and order: called with a count, it returns an index below it.
-
-    Returns:
-        A factory of `ReorderingTransport`s.
-    """
+    """A factory to pass as ``transport``: of `ReorderingTransport`s around those that ``factory`` makes."""
     return lambda context: ReorderingTransport(context, factory(context), pick)
 
 
@@ -71,11 +36,6 @@ class ReorderingTransport(WrappedTransport):
 
     Tensor messages may overtake each other even within a channel, which a transport's contract excludes: a rank must
     not depend on their order at all. Control messages of one peer stay in order.
-
-    Args:
-        context: this rank, its peers and the limits.
-        inner: moves the messages.
-        pick: see `reordered`.
     """
 
     def __init__(self, context: TransportContext, inner: Transport, pick: Pick) -> None:
