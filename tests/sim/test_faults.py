@@ -33,7 +33,7 @@ BATCH = 250
 RARE = {
     **{f"{how} outcome": {Ending.REFUSED} for how in ("lose", "swap", "delay")},
     "lose bytes": {Ending.STALLED},
-    "delay offer": {Ending.FINISHED},
+    **{f"{how} offer": {Ending.FINISHED} for how in ("swap", "delay")},
 }
 
 
