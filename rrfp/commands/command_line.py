@@ -1,10 +1,13 @@
-"""The shape of a command line: all of its faults are named, and a group without a command prints its help."""
+"""What all commands share: a line whose faults are all named, options whose values complete, and JSON on stdout."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -198,3 +201,47 @@ def listed(name: str, text: str) -> list[str]:
         if values.count(value) > 1:
             raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
     return values
+
+
+def known_hints() -> Iterable[str]:
+    """All hints, plugins and schedules included."""
+    from rrfp.hints.registry import hint_names
+
+    return hint_names()
+
+
+def known_transports() -> Iterable[str]:
+    """All transports, plugins included."""
+    from rrfp.transports.registry import TRANSPORTS
+
+    return TRANSPORTS.names()
+
+
+def known_lanes() -> Iterable[str]:
+    """All lanes that ``check lane`` names, plugins included."""
+    from rrfp.testing.lanes import LANES
+
+    return LANES.names()
+
+
+#: The option that every command has.
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of text.")]
+
+
+def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Write ``document`` as one line; equal documents give equal bytes."""
+    typer.echo(json.dumps(document, allow_nan=False))
+
+
+def check_output(path: Path, *inputs: str | Path) -> None:
+    """Refuse an unwritable file, or one of ``inputs``, in advance."""
+    if path.resolve() in {Path(file).resolve() for file in inputs}:
+        raise ConfigError(f"{path}: is read by this command, must be another file to be written")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
+
+
+def first_line(text: str | None) -> str:
+    """A docstring's first line without full stop, if there is one."""
+    lines = (text or "").strip().splitlines()
+    return lines[0].strip().removesuffix(".") if lines else ""

@@ -15,15 +15,17 @@ import pytest
 from batches import batches
 from sim.adversaries import ADVERSARIES
 
-from rrfp import Hint
+from rrfp import Hint, View
 from rrfp.core import events as ev
 from rrfp.core.claims import Claims
+from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import Origin, ProtocolError
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.cluster import ClaimMessage, Envelope
 from rrfp.lab.cluster.random_run import Delivery, RandomRun
 from rrfp.memory.admission import Limit
+from rrfp.memory.held_bytes import Owner
 from rrfp.memory.rules import MemoryRule
 from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.model.graph import TaskGraph
@@ -209,6 +211,37 @@ def test_a_claim_of_a_shallower_chunk_keeps_no_copy_from_a_deeper_one() -> None:
     step = StepId(0, Mode.TRAIN, 3)
     assert core.apply(ev.Offered(step, deeper[0], 1)) == (ev.Claim(deeper[0], 1),)
     assert core.apply(ev.Offered(step, deeper[1], 1)) == (), "that counts"
+
+
+class ForwardsFirst(Hint):
+    """Of the shallowest chunk that is ready."""
+
+    def choose(self, ready: ReadySet, view: View) -> Task | None:
+        return ready.first(Kind.F, "paper") or ready.first(Kind.B)
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+def test_where_claims_of_shallower_chunks_count_a_v_of_four_chunks_may_deadlock(
+    monkeypatch: pytest.MonkeyPatch, counts_all: bool
+) -> None:
+    """Those that wait for a slot, which the second chunk has taken meanwhile, keep the copy from the third."""
+    if counts_all:
+        following = Claims.next
+
+        def next_of_all(self: Claims, admission: MemoryRule, deeper: Sequence[Owner], *, is_idle: bool) -> int | None:
+            others = [owner for each in self.of_stage if each is not self for owner in each.unbegun]
+            return following(self, admission, others, is_idle=is_idle)
+
+        monkeypatch.setattr(Claims, "next", next_of_all)
+    graph, stuck = TaskGraph(Placement(2, 4, "v")), list[str]()
+    for seed in range(12):
+        network = RandomRun(graph, [ForwardsFirst() for _ in range(4)], [Limit(2)] * 2, seed=seed, replicas=2)
+        try:
+            network.run([(Mode.TRAIN, 14)])
+        except AssertionError as error:
+            stuck.append(str(error))
+    assert bool(stuck) == counts_all
+    assert all("nothing can happen any longer" in text for text in stuck)
 
 
 def test_chunks_that_follow_each_other_on_a_stage_are_claimed_together() -> None:

@@ -30,6 +30,7 @@ OTHERWISE = {
     "rendezvous": "ranks meet in torch's default store",
     "loop": "it blocks",
     "ties": "torch's stages have no shared parameters",
+    "share_replicas": "torch's stages run the microbatches of their own replica",
 }
 
 #: For how many microbatches the last `ScheduleRRFP` has prepared the buffers of a stage.

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rrfp.commands.command_line import at_least
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, at_least, check_output, print_json
 from rrfp.errors import ConfigError
 from rrfp.tables import Column, print_table, terminal
 

@@ -5,9 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.command_line import option
-from rrfp.commands.known_names import known_hints, known_transports
-from rrfp.commands.output import Json
+from rrfp.commands.command_line import Json, known_hints, known_transports, option
 from rrfp.lab.commands.options import METHOD
 from rrfp.lab.sweep.experiment import HINT_FORMS
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.command_line import at_least
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, at_least, check_output, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands.sweep import progress_bar
 

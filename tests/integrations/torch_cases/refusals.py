@@ -64,6 +64,7 @@ def arguments_that_do_not_fit_are_refused_together() -> None:
         (([stage(), stage()], 2, loss_fn), {}, "must have each once"),
         (([stage(), stage(0, 9)], 2, loss_fn), {}, r"stages\[1\].num_stages is 9, must be stages\[0\]'s"),
         ((stage(), 2, loss_fn), {"placement": "v", "seed": 3}, r"does not take placement \(.*\), seed \("),
+        ((stage(), 2, loss_fn), {"share_replicas": True}, r"does not take share_replicas \(torch's stages run"),
         ((stage(), 2, loss_fn), {"limit": rrfp.Limit(bytes=100)}, "limit: bytes is 100, must be None"),
         ((stage(), 2, loss_fn), {"limit": "8kB"}, "limit: bytes is 8000, must be None"),
         ((stage(), 2, loss_fn), {"coordinate": ("tp",)}, "coordinate goes with mesh"),
