@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.command_line import Json, known_hints, known_transports, option
-from rrfp.lab.commands.options import METHOD
+from rrfp.commands.command_line import Json, known_hints, known_transports
+from rrfp.lab.commands.options import METHOD, option
 from rrfp.lab.sweep.experiment import HINT_FORMS
 
 _HINT = f"Hints of the readiness-driven rows, instead of the demo's four: {HINT_FORMS}; several between commas."

@@ -14,6 +14,7 @@ Those of `rrfp simulate` and `rrfp sweep` are the fields of the dataclasses that
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from functools import partial, wraps
@@ -24,11 +25,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from rrfp.commands.command_line import Command, check_output, listed, option
+from rrfp.commands.command_line import Command, completed
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import CostFile
 from rrfp.laboratory import load
+from rrfp.plain import whole
 
 if TYPE_CHECKING:
     from rrfp.lab.advice.advice import Wishes
@@ -42,6 +44,67 @@ PICTURE = "FILE.png|svg|pdf"
 Given: TypeAlias = Mapping[str, Any]
 
 T = TypeVar("T")
+
+
+def option(
+    name: str,
+    metavar: str,
+    help: str,
+    panel: str | None = None,
+    *,
+    least: int | None = None,
+    # Raises a `ConfigError` for a value that is wrong by itself.
+    check: Callable[[str], object] | None = None,
+    # Known values, for completion.
+    values: Callable[[], Iterable[str]] | None = None,
+    # Whether commas separate several values, each of which is checked.
+    is_list: bool = True,
+) -> Any:
+    return typer.Option(
+        f"--{name}",
+        metavar=metavar,
+        help=help,
+        rich_help_panel=panel,
+        callback=_checked(name, check, is_list=is_list) if check is not None else at_least(name, least),
+        autocompletion=None if values is None else completed(values),
+    )
+
+
+def _checked(name: str, check: Callable[[str], object], *, is_list: bool) -> Callable[[Any], Any]:
+    def callback(value: Any) -> Any:
+        if value is None:
+            return None
+        with Faults() as faults:
+            for each in listed(name, value) if is_list else [value]:
+                with faults.kept():
+                    check(each)
+        return value
+
+    return callback
+
+
+def at_least(name: str, least: int | None) -> Callable[[int | None], int | None] | None:
+    """Refuses numbers below ``least``; None where any will do."""
+    if least is None:
+        return None
+
+    return lambda value: None if value is None else whole(f"--{name}", value, least)
+
+
+def listed(name: str, text: str) -> list[str]:
+    values = [value.strip() for value in text.split(",")]
+    for value in values:
+        if values.count(value) > 1:
+            raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
+    return values
+
+
+def check_output(path: Path, *inputs: str | Path) -> None:
+    """Refuse an unwritable file, or one of ``inputs``, in advance."""
+    if path.resolve() in {Path(file).resolve() for file in inputs}:
+        raise ConfigError(f"{path}: is read by this command, must be another file to be written")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
 
 
 def options_of(cls: type[Any], panel: str) -> list[Parameter]:

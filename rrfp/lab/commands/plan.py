@@ -9,9 +9,19 @@ from typing import Annotated
 import typer
 
 from rrfp.atomic_files import write_atomically
-from rrfp.commands.command_line import Json, at_least, check_output, listed, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.options import RECORDED, REPLAYED, TRACE, Given, wishes_of, with_options
+from rrfp.lab.commands.options import (
+    RECORDED,
+    REPLAYED,
+    TRACE,
+    Given,
+    at_least,
+    check_output,
+    listed,
+    wishes_of,
+    with_options,
+)
 from rrfp.lab.commands.sweep import progress_bar
 from rrfp.plain import whole
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.commands.command_line import Json, check_output, option, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands import options
 from rrfp.lab.commands.options import (
@@ -25,8 +25,10 @@ from rrfp.lab.commands.options import (
     MethodCommand,
     TimelineFile,
     To,
+    check_output,
     check_tasks,
     checked_window,
+    option,
     options_of,
     with_options,
 )

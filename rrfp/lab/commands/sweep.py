@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.command_line import Json, listed, option, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands import options
 from rrfp.lab.commands.options import (
@@ -23,6 +23,8 @@ from rrfp.lab.commands.options import (
     MethodCommand,
     as_parameter,
     check_picture,
+    listed,
+    option,
     options_of,
     with_options,
 )
