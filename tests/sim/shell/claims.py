@@ -18,7 +18,7 @@ from rrfp import StepResult, Topology
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
-from rrfp.lab.cluster.checker import PoolChecker
+from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import Envelope, TimedCluster
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
@@ -94,11 +94,15 @@ class ClaimedCase:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """By step and rank, the tasks in their order; by step how long it took, and in the shell the slots by stage."""
+    """By step and rank, the tasks in their order; by step how long it took.
+
+    In the shell also, by step and stage of replica 0, the slots and the most that was held.
+    """
 
     orders: tuple[tuple[tuple[Task, ...], ...], ...]
     seconds: tuple[float, ...]
     slots: tuple[tuple[int | None, ...], ...] = ()
+    held: tuple[tuple[int, ...], ...] = ()
 
 
 class SimulatedClaims(TimedCluster[Node]):
@@ -109,7 +113,7 @@ class SimulatedClaims(TimedCluster[Node]):
         self._ended = 0.0
         graph, step = case.graph, partial(StepId, mode=Mode.TRAIN, microbatches=len(case.homes))
         nodes = [
-            Node(rank, case.core(rank.stage), PoolChecker(rank, graph, case.limit))
+            Node(rank, case.core(rank.stage), RankChecker(rank, graph, case.limit, claims=max(case.ahead, default=1)))
             for rank in ranks_of(graph.placement.stages, len(case.given))
         ]
         super().__init__(EventQueue(), nodes, [step(number) for number in range(case.steps)])
@@ -186,8 +190,8 @@ async def _run(case: ClaimedCase) -> Ran:
     steps = range(case.steps)
     orders = tuple(tuple(tuple(own[step][0]) for own in every) for step in steps)
     results = [[own[step][1] for own in every] for step in steps]
-    slots = tuple(of_step[0].slots for of_step in results)
-    return Ran(orders, tuple(max(result.seconds for result in of_step) for of_step in results), slots)
+    slots, held = (tuple(getattr(of_step[0], name) for of_step in results) for name in ("slots", "peak_held"))
+    return Ran(orders, tuple(max(result.seconds for result in of_step) for of_step in results), slots, held)
 
 
 async def _run_rank(case: ClaimedCase, rank: int, met: LocalRendezvous) -> list[tuple[list[Task], StepResult]]:
