@@ -55,8 +55,8 @@ COMMANDS: Mapping[str, str] = {
 
 #: Classes of commands whose help and checks are their own.
 COMMAND_CLASSES: Mapping[str, str] = {
-    "advise": "rrfp.lab.commands.advise:AdviseCommand",
-    "plan": "rrfp.lab.commands.advise:AdviseCommand",
+    "advise": "rrfp.lab.commands.options:ReplayCommand",
+    "plan": "rrfp.lab.commands.options:ReplayCommand",
     "simulate": "rrfp.lab.commands.simulate:SimulateCommand",
     "sweep": "rrfp.lab.commands.sweep:SweepCommand",
 }

@@ -20,7 +20,7 @@ from benchmarks.tp.settings import METHODS, Settings
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.coordination import Agreement, Coordination, Leader
 from rrfp.lab.cluster.simulation import TensorParallelResult, run_tensor_parallel
-from rrfp.lab.generators.rank_latency import RankLatencies
+from rrfp.lab.generators.latency import RankLatencies
 from rrfp.model.tasks import Kind, Task
 
 TP = 2

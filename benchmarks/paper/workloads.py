@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.paper.claims import COMPUTE_SPREAD
 from rrfp.costs import CostTable, make_costs, with_jitter, with_latency
+from rrfp.lab.generators.latency import rank_latencies
 from rrfp.lab.generators.profiles import PLAIN_BACKWARD, PLAIN_FORWARD, PLAIN_WEIGHT
-from rrfp.lab.generators.rank_latency import rank_latencies
 
 #: Seconds of F and B of a plain stage at `BASE_STAGES` stages.
 PLAIN_STAGE, BASE_STAGES = 0.0525, 8

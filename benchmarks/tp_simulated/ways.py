@@ -13,8 +13,8 @@ from rrfp.engine.engine import run
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.cluster.coordination import Agreement, Coordination, Leader
 from rrfp.lab.cluster.simulation import TensorParallelResult, run_tensor_parallel
+from rrfp.lab.generators.latency import RankLatencies, rank_latencies
 from rrfp.lab.generators.profiles import make_costs
-from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
 from rrfp.memory.admission import Limit
 
 PROFILE, STAGES, LATENCY = "mllm", 8, "spike"

@@ -16,9 +16,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 import rrfp
-from rrfp.commands.command_line import Command, CommandGroup, completed
-from rrfp.commands.known_names import known_hints, known_lanes, known_transports
-from rrfp.commands.output import Json, first_line, print_json
+from rrfp.commands.command_line import (
+    Command,
+    CommandGroup,
+    Json,
+    completed,
+    first_line,
+    known_hints,
+    known_lanes,
+    known_transports,
+    print_json,
+)
 from rrfp.errors import ConfigError, misspelt
 from rrfp.laboratory import COMMANDS, load
 from rrfp.testing.checks import NotOfferedError, SkippedError
@@ -85,9 +93,9 @@ def transport(
     """
     import asyncio
 
-    from rrfp.commands.pair import started_pair
     from rrfp.plugins import named_or_loaded
     from rrfp.testing.transport_checks import ALL_CHECKS, Check, PairOptions
+    from rrfp.testing.transport_checks.pair import started_pair
     from rrfp.transports.registry import TRANSPORTS
     from rrfp.transports.secret import Secret
 

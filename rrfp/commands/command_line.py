@@ -1,16 +1,16 @@
-"""The shape of a command line: all of its faults are named, and a group without a command prints its help."""
+"""What all commands share: a line whose faults are all named, options whose values complete, and JSON on stdout."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rrfp.errors import ConfigError, Faults, nearest_to
-from rrfp.plain import whole
+from rrfp.errors import ConfigError, nearest_to
 
 # The base of typer's errors about arguments. Its module depends on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -137,51 +137,6 @@ def _without(line: list[str], name: str) -> list[str] | None:
     return None
 
 
-def option(
-    name: str,
-    metavar: str,
-    help: str,
-    panel: str | None = None,
-    *,
-    least: int | None = None,
-    # Raises a `ConfigError` for a value that is wrong by itself.
-    check: Callable[[str], object] | None = None,
-    # Known values, for completion.
-    values: Callable[[], Iterable[str]] | None = None,
-    # Whether commas separate several values, each of which is checked.
-    is_list: bool = True,
-) -> Any:
-    return typer.Option(
-        f"--{name}",
-        metavar=metavar,
-        help=help,
-        rich_help_panel=panel,
-        callback=_checked(name, check, is_list=is_list) if check is not None else at_least(name, least),
-        autocompletion=None if values is None else completed(values),
-    )
-
-
-def _checked(name: str, check: Callable[[str], object], *, is_list: bool) -> Callable[[Any], Any]:
-    def callback(value: Any) -> Any:
-        if value is None:
-            return None
-        with Faults() as faults:
-            for each in listed(name, value) if is_list else [value]:
-                with faults.kept():
-                    check(each)
-        return value
-
-    return callback
-
-
-def at_least(name: str, least: int | None) -> Callable[[int | None], int | None] | None:
-    """Refuses numbers below ``least``; None where any will do."""
-    if least is None:
-        return None
-
-    return lambda value: None if value is None else whole(f"--{name}", value, least)
-
-
 def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """Completes the last of the values between commas."""
 
@@ -192,9 +147,37 @@ def completed(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
     return complete
 
 
-def listed(name: str, text: str) -> list[str]:
-    values = [value.strip() for value in text.split(",")]
-    for value in values:
-        if values.count(value) > 1:
-            raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
-    return values
+def known_hints() -> Iterable[str]:
+    """All hints, plugins and schedules included."""
+    from rrfp.hints.registry import hint_names
+
+    return hint_names()
+
+
+def known_transports() -> Iterable[str]:
+    """All transports, plugins included."""
+    from rrfp.transports.registry import TRANSPORTS
+
+    return TRANSPORTS.names()
+
+
+def known_lanes() -> Iterable[str]:
+    """All lanes that ``check lane`` names, plugins included."""
+    from rrfp.testing.lanes import LANES
+
+    return LANES.names()
+
+
+#: The option that every command has.
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of text.")]
+
+
+def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Write ``document`` as one line; equal documents give equal bytes."""
+    typer.echo(json.dumps(document, allow_nan=False))
+
+
+def first_line(text: str | None) -> str:
+    """A docstring's first line without full stop, if there is one."""
+    lines = (text or "").strip().splitlines()
+    return lines[0].strip().removesuffix(".") if lines else ""

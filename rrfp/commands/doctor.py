@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.version import __version__
 
 if TYPE_CHECKING:
@@ -320,9 +320,9 @@ async def _round_trip_s(transport: str) -> float:
 
     import torch
 
-    from rrfp.commands.pair import started_pair
     from rrfp.model.tasks import Kind, Mode, StepId, Task
     from rrfp.testing.transport_checks import PairOptions
+    from rrfp.testing.transport_checks.pair import started_pair
     from rrfp.transports.base import Channel, Message, MessageKind
 
     step, task = StepId(0, Mode.TRAIN, 1), Task(Kind.F, 0, 0)

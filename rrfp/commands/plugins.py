@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from rrfp.commands.output import Json, first_line, print_json
+from rrfp.commands.command_line import Json, first_line, print_json
 from rrfp.plugins import Registry, name_of
 from rrfp.tables import terminal
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError
 
 #: Of the file: only its owner may use it.

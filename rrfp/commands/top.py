@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.tables import Column, fitted, mebibytes, terminal
 

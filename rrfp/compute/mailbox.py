@@ -15,8 +15,8 @@ from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import StageProgram
 from rrfp.compute.read_only import Returned
 from rrfp.errors import ProtocolError, StageError
-from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
+from rrfp.model.model_graph import Feeds
 from rrfp.model.tasks import KINDS, LOCAL_KINDS, B, F, Mode, Task
 from rrfp.model.visits import Visits
 from rrfp.plain import shown

@@ -33,8 +33,8 @@ from rrfp.compute.split.backward import SplitBackward, Unsplittable
 from rrfp.compute.split.pending_weights import PendingWeights
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.errors import StageError
-from rrfp.model.feeds import Feeds
 from rrfp.model.graph import TaskGraph
+from rrfp.model.model_graph import Feeds
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 

@@ -175,8 +175,7 @@ class Claims:
 
     def next(self, admission: MemoryRule, deeper: Sequence[Owner] = (), *, is_idle: bool) -> int | None:
         """The forward to claim now, if any, beside those claimed on ``deeper`` chunks; see `Sharing.claims_now`."""
-        unbegun = len(deeper) + len(self._claimed)
-        if not self._offered or unbegun >= self._pool.depth:
+        if not self._offered or (unbegun := len(deeper) + len(self._claimed)) >= self._pool.depth:
             return None
         held, limit = admission.held + unbegun, admission.byte_limit
         if admission.slots is not None and held >= admission.slots - admission.kept_free(self.chunk, is_lowest=True):
@@ -212,7 +211,7 @@ class Claims:
         """The size that this copy ends, with what it holds, no later than its peers all that is left."""
         paces, own = self._paces, self._pool.copy
         others = sum(1 / pace for copy, pace in enumerate(paces) if copy != own)
-        left = sum(each._left for each in self.of_stage)
+        left = sum([each._left for each in self.of_stage])
         return (left / others + self._spare * min(paces)) / paces[own] - held if others else math.inf
 
     def claim(self, microbatch: int) -> None:
@@ -302,7 +301,7 @@ class Sharing:
         sizes: of the microbatches, where the caller gives them.
     """
 
-    __slots__ = ("_deeper_first", "_first_of", "_grants", "claims", "pool")
+    __slots__ = ("_deeper_first", "_first_of", "_grants", "_shallowest", "claims", "pool")
 
     def __init__(
         self,
@@ -327,6 +326,7 @@ class Sharing:
         for claims in self.claims.values():
             claims.of_stage = [*self.claims.values()]
         self._deeper_first = [(v, self.claims[v]) for v in sorted(self.claims, reverse=True)]
+        self._shallowest = own[0]
         #: What the rank holds, by the virtual stage that reads it: of its caller's, and for other stages.
         readers = {v + 1 for v in own if v + 1 < len(stage_of) and stage_of[v + 1] != stage} | ({*own} & {0})
         self._grants = {v: Grants(pool.copies, len(pool.homes)) for v in sorted(readers)}
@@ -366,9 +366,9 @@ class Sharing:
 
     def claims_now(self, admission: MemoryRule, *, is_idle: bool) -> Iterator[ev.Claim | ev.Grant]:
         """What this rank claims now, where it ``is_idle`` without a ready task; its own caller's it grants itself."""
-        own, unbegun = self.pool.copy, list[Owner]()
+        own, deeper = self.pool.copy, tuple[Owner, ...]()
         for v, claims in self._deeper_first:
-            while (m := claims.next(admission, unbegun, is_idle=is_idle)) is not None:
+            while (m := claims.next(admission, deeper, is_idle=is_idle)) is not None:
                 claims.claim(m)
                 task, holder = Task(F, m, v), claims.holders[m]
                 if v == 0 and holder == own:
@@ -377,7 +377,8 @@ class Sharing:
                     yield ev.Grant(task, own)
                 else:
                     yield ev.Claim(task, holder)
-            unbegun += claims.unbegun
+            if v != self._shallowest:
+                deeper = (*deeper, *claims.unbegun)
 
     def offer(self, event: ev.Offered) -> None:
         """A rank of the stage before holds the input of a forward."""

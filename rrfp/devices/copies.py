@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from rrfp import timeouts
-from rrfp.devices.base import CopyLane, CopyLaneClass, Device
-from rrfp.devices.sharing import ByteRange, DeviceSharing, SharedMemory
+from rrfp.devices.base import ByteRange, CopyLane, CopyLaneClass, Device, DeviceSharing, SharedMemory
 from rrfp.errors import TransportClosedError
 from rrfp.log import get_logger
 

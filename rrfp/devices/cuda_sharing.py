@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrfp.devices.sharing import DeviceSharing, SharedMemory
+from rrfp.devices.base import DeviceSharing, SharedMemory
 from rrfp.errors import FrameError
 from rrfp.plain import Reader, blob, fields_of, whole
 

@@ -6,9 +6,9 @@ graph knows neither time nor arrival: it answers who feeds whom, and where a tas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from rrfp.errors import ConfigError
 from rrfp.model.placement import Layout, Placement, TablePlacement
@@ -234,3 +234,25 @@ class TaskGraph:
             pending += new
         stage = self.stage_of[virtual_stage]
         return tuple(v for v in self.placement.virtual_stages(stage) if v in dependants)
+
+
+#: The text for a virtual stage.
+TextOf = Callable[[int], str]
+
+
+def numbered(virtual_stage: int) -> str:
+    """Such as ``virtual stage 3``: the text in a pipeline without parts."""
+    return f"virtual stage {virtual_stage}"
+
+
+def named(names: Sequence[str]) -> TextOf:
+    """The texts for the virtual stages with ``names``, as a graph of parts has them; `numbered` where there are none.
+
+    Such as ``part 'audio'``, or ``module 1 of part 'lm'`` for ``lm.1``: a part with several modules.
+    """
+    return partial(_named, names) if names else numbered
+
+
+def _named(names: Sequence[str], virtual_stage: int) -> str:
+    part, has_several, number = names[virtual_stage].partition(".")
+    return f"module {number} of part {part!r}" if has_several else f"part {part!r}"

@@ -16,7 +16,7 @@ from rrfp.devices.base import Device
 from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 
 # Names of torch that are not documented. Where a version of torch lacks one, nothing is found by it.
 _CONFIG_OF = "get_compiler_config"

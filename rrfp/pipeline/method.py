@@ -19,7 +19,7 @@ from rrfp.pipeline.options import Options
 from rrfp.plugins import name_of
 from rrfp.schedules.executed import ExecutedSchedule
 from rrfp.schedules.registry import schedule_names, schedule_needs
-from rrfp.trace.executed_order import read_executed
+from rrfp.trace.event_log import read_executed
 from rrfp.trace.job_data import REPLAY, TracedJob
 
 logger = get_logger(__name__)

@@ -16,10 +16,8 @@ from rrfp.compute.without_values import without_values
 from rrfp.core.ready_set import ForcedOrder, MicrobatchOrder, forced_by
 from rrfp.errors import ConfigError
 from rrfp.model.declared import Graph as PartGraph
-from rrfp.model.feeds import Feeds
-from rrfp.model.graph import TaskGraph
-from rrfp.model.model_graph import ModelGraph
-from rrfp.model.names import TextOf, named
+from rrfp.model.graph import TaskGraph, TextOf, named
+from rrfp.model.model_graph import Feeds, ModelGraph
 from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import KINDS, Kind, Mode
 from rrfp.pipeline.options import Options

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradients.norm import check_norm, clip, combined_norm, local_norm
 from rrfp.errors import ConfigError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 

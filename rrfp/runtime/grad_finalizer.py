@@ -14,7 +14,7 @@ from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.ties import Pieces, Tie, TiedGradients
 from rrfp.compute.program import StageProgram
 from rrfp.errors import ProtocolError
-from rrfp.model.names import named
+from rrfp.model.graph import named
 from rrfp.model.tasks import StepId
 from rrfp.runtime.context import RankContext, Reduce
 from rrfp.runtime.lane_executor import LaneExecutor

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from rrfp import timeouts
 from rrfp.core import events as ev
 from rrfp.errors import FrameError, PeerLostError, ProtocolError, RrfpError
-from rrfp.log import get_logger
+from rrfp.log import RateLimitedLog, get_logger
 from rrfp.model.tasks import SENT_TO, Side, StepId, Task
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.supervisor import failure_on_loop
 from rrfp.transports.base import Channel, Message, MessageKind, delivering, sending_at_once
-from rrfp.transports.links.rate_limited_log import RateLimitedLog
 
 logger = get_logger(__name__)
 

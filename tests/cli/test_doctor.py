@@ -11,7 +11,7 @@ from cli.shell import rrfp, rrfp_process
 
 from rrfp.commands import doctor
 from rrfp.commands.doctor import Gpu, GpuReport, costly_settings, sharing_obstacle
-from rrfp.devices.sharing import SharedMemory
+from rrfp.devices.base import SharedMemory
 from rrfp.lab.device_double import DoubleDevice, DoubleSharing
 
 

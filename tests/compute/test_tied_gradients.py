@@ -1,4 +1,4 @@
-"""Gradients of tied copies and of shared objects: cut, added, put back, kept apart."""
+"""Gradients of tied copies: cut, added, put back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import ABSENT
-from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.ties import Pieces, ProcessTies, Tie
 from rrfp.errors import StageError
 
@@ -141,32 +140,10 @@ def test_of_sharded_gradients_this_ranks_parts_are_added(alone: None) -> None:
         assert torch.equal(each.grad.to_local(), torch.full((2, 3), 3.0))
 
 
-def test_a_shared_object_has_a_gradient_for_each_virtual_stage() -> None:
-    weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    shared = SharedGradients({5: one(weight), 1: one(weight), 3: one(weight), 2: one(other)})
-    assert shared.guests_of(1) == (3, 5)
-    assert [shared.is_home(weight, v) for v in (1, 3, 5)] == [True, False, False]
-    for v in (5, 1, 3, 5):
-        with shared.swapped_in(v):
-            (weight * (10.0**v)).sum().backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [10.0, 10.0]
-    shared.gather(1)
-    assert weight.grad.tolist() == [10.0 + 1e3 + 2e5] * 2
-    shared.gather(1)
-    assert weight.grad.tolist() == [10.0 + 1e3 + 2e5] * 2, "the gradients of guests are cleared"
-
-
-def test_a_shared_gradient_is_restored_after_an_error() -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_object_is_a_guest_on_all_virtual_stages_but_its_first(is_named: bool) -> None:
     weight = nn.Parameter(torch.zeros(2))
-    shared = SharedGradients({0: one(weight), 1: one(weight)})
-    weight.grad = before = torch.ones(2)
-
-    def fail() -> None:
-        with shared.swapped_in(1):
-            assert weight.grad is None
-            raise ValueError("enough")
-
-    with pytest.raises(ValueError, match="enough"):
-        fail()
-    assert weight.grad is before
+    ties = {"it": weight} if is_named else {}
+    (tied,) = ProcessTies(ties, [{v: one(weight) for v in (5, 1, 3)}]).ranks
+    tied.read()
+    assert [(copy.virtual_stage, copy.is_guest) for copy in tied.settings] == [(1, False), (3, True), (5, True)]

@@ -7,7 +7,7 @@ import pytest
 
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
-from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
+from rrfp.lab.generators.latency import RankLatencies, rank_latencies
 
 SPIKY = make_costs("mllm", 4, 500, seed=3, latency="spike")
 

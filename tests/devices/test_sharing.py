@@ -20,9 +20,9 @@ from transports.shm_state import until
 
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices import cuda_sharing
+from rrfp.devices.base import ByteRange
 from rrfp.devices.copies import SharesDeviceMemory, copies_of
 from rrfp.devices.cuda_sharing import CudaSharing
-from rrfp.devices.sharing import ByteRange
 from rrfp.errors import FrameError
 from rrfp.lab.device_double import DoubleDevice
 from rrfp.testing.transport_checks.pair import assert_same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def test_uneven_microbatches_keep_the_loss_and_the_byte_limit(installed: Install
     (program,) = re.findall(r'```python title="uneven.py"\n(.*?)```', PAGE, re.DOTALL)
     (tmp_path / "uneven.py").write_text(program)
     lines = installed.printed("python uneven.py", tmp_path).splitlines()
-    shown = re.findall(r"^    (loss .+)$", PAGE, re.MULTILINE)
+    shown = re.findall(r"^    (loss .+)$", PAGE.split("$ python uneven.py\n")[1].split("\n\n")[0], re.MULTILINE)
     assert [re.findall(r"loss \S+", line) for line in lines] == [re.findall(r"loss \S+", line) for line in shown]
     assert len({line.split()[1].rstrip(",") for line in lines}) == 1
     peaks = [int(peak) for peak in re.findall(r"KiB \[(.*)\]", lines[1])[0].split(", ")]
@@ -58,7 +59,11 @@ def test_a_plan_makes_the_step_of_uneven_layers_shorter(installed: Installed, tm
     (tmp_path / name).write_text(program)
     record, plan, run = re.findall(r"^    \$ (.+)$", page, re.MULTILINE)
     (now,) = re.findall(r"a step takes (\d+) ms", installed.printed(record, tmp_path))
-    table = installed.printed(plan, tmp_path)
+    planning = installed.run(plan, tmp_path)
+    if "tasks shared cores" in planning.stderr and os.getloadavg()[0] > 4 * (os.cpu_count() or 1):
+        pytest.skip(f"this machine is busy with other work: {planning.stderr}")
+    assert planning.returncode == 0, planning.stderr
+    table = planning.stdout
     assert re.search(r"^1 .* one chunk +4\*2 3 1 ", table, re.MULTILINE)
     assert "wrote plan 1 to plan.json" in table
     (planned,) = re.findall(r"a step takes (\d+) ms", installed.printed(run, tmp_path))

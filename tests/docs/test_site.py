@@ -83,8 +83,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def awaited(browser: Browser, expression: str) -> Any:
     """The value of an expression once it is true or not empty; within half a minute."""
     for _ in range(300):
-        if value := browser.run(f"new Promise(done => setTimeout(() => done({expression}), 100))"):
-            return value
+        try:
+            value = browser.run(f"new Promise(done => setTimeout(() => done({expression}), 100))")
+        except AssertionError as error:
+            if "navigated" not in str(error):  # else a page that leads to another was left meanwhile
+                raise
+        else:
+            if value:
+                return value
     raise AssertionError(f"{expression} stayed empty")
 
 

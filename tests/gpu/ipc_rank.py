@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import rrfp
 from benchmarks.gpu.target import Target, open_target
 from rrfp.compute.split import backward as split_backward
-from rrfp.devices.sharing import DeviceSharing, SharedMemory
+from rrfp.devices.base import DeviceSharing, SharedMemory
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS = 2

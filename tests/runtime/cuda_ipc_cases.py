@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
-from rrfp.devices.sharing import SharedMemory
+from rrfp.devices.base import SharedMemory
 from rrfp.lab.device_double import DoubleDevice, DoubleSharing
 
 STEPS = 2

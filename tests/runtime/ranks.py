@@ -1,4 +1,4 @@
-"""Runs the ranks of one job in threads of this process, each with a user's program of its own."""
+"""The ranks of one job in this process, each with a pipeline of its own: on threads, or on one virtual clock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from runtime.toys import data, loss_fn
 
 import rrfp
 from rrfp.errors import PipelineAborted
+from rrfp.lab.emulated import Durations
+from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane
 from rrfp.transports.rendezvous import LocalRendezvous
 
 #: What the user of one rank does inside the ``with`` block.
@@ -37,6 +40,25 @@ def two_steps(stage: int, pipe: BlockingPipeline) -> Any:
     """A body."""
     step(stage, pipe)
     return step(stage, pipe)
+
+
+def as_in_processes() -> Any:
+    """In this context pipelines of one name are of one job, as those made in several processes are."""
+    return patch("rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0)))
+
+
+def virtual_ranks(
+    mesh: Mesh, durations: Durations, transport: Any = SimulatedTransport, **options: Any
+) -> list[rrfp.Pipeline]:
+    """A pipeline for each rank, not entered. It computes nothing, and takes its time on timers of the caller's loop."""
+    met, made = LocalRendezvous(), []
+    with as_in_processes():
+        for rank in range(mesh.size):
+            lane = TimerLane()
+            program = EmulatedStage(TaskGraph.chain(mesh.stages), durations, num_bytes=8, spend=lane.spend)
+            own: Any = {"topology": rrfp.Topology.at(rank, mesh), "lane": lambda _, lane=lane: lane, "rendezvous": met}
+            made.append(rrfp.Pipeline(program, **own, transport=transport, loop="caller", **options))
+    return made
 
 
 @dataclass
@@ -75,9 +97,7 @@ class ThreadedRanks:
         met, count = LocalRendezvous(), len(modules)
         places = [rrfp.Topology(r, count) if mesh is None else rrfp.Topology.at(r, mesh) for r in range(count)]
         settings: Any = {"transport": "inproc", "loss_fn": loss_fn, "rendezvous": met, "lock_watch": False, **options}
-        with patch(
-            "rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))
-        ):  # as in processes of their own
+        with as_in_processes():
             self.pipelines = [
                 rrfp.Pipeline(module, **{"topology": places[rank], **settings, **(own or {}).get(rank, {})})
                 for rank, module in enumerate(modules)

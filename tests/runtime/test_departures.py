@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import defaultdict
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+from runtime.ranks import virtual_ranks
 
-import rrfp
 from rrfp.errors import PeerLostError, PipelineAborted, ProtocolError
-from rrfp.model.graph import TaskGraph
-from rrfp.model.tasks import Mode, StepId, Task
+from rrfp.model.mesh import Mesh
+from rrfp.model.tasks import Mode, StepId
 from rrfp.runtime.context import ClosedPeers, RankActivity
-from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
+from rrfp.testing.clock import run_virtual
 from rrfp.transports.base import Channel, Message, MessageKind
-from rrfp.transports.rendezvous import LocalRendezvous
 
 #: When the second step begins on stage 0, and when the program of stage 1 leaves, in virtual seconds.
 LEAVES_S = 50.0
-
-
-def one_second(task: Task) -> float:
-    return 1.0
-
-
-def pipelines() -> list[Any]:
-    """Two ranks, each with a program of its own, as in processes of their own."""
-    met, made = LocalRendezvous(), []
-    with patch("rrfp.pipeline.api._numbers", defaultdict(lambda: itertools.repeat(0))):
-        for stage in range(2):
-            lane = TimerLane()
-            program = EmulatedStage(TaskGraph.chain(2), one_second, num_bytes=8, spend=lane.spend)
-            options: Any = {"transport": SimulatedTransport, "lane": lambda _, lane=lane: lane, "loop": "caller"}
-            place = rrfp.Topology(stage, 2)
-            made.append(rrfp.Pipeline(program, topology=place, rendezvous=met, stall_after=1000.0, **options))
-    return made
 
 
 def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> tuple[list[Any], float]:
@@ -53,7 +32,7 @@ def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) ->
 @pytest.mark.parametrize("goes_on_s", [0.0, LEAVES_S - 10, LEAVES_S, LEAVES_S + 10])
 def test_a_program_that_leaves_is_named_at_once_whenever_the_other_goes_on(goes_on_s: float) -> None:
     """Before ``LEAVES_S`` the other rank is inside its second step when the word comes, after it at its begin."""
-    first, second = pipelines()
+    first, second = virtual_ranks(Mesh((("pp", 2),)), lambda _: 1.0, stall_after=1000.0)
     told_at = 0.0
 
     async def goes_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,17 +10,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from runtime.ranks import virtual_ranks
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp.errors import ConfigError, ProtocolError
+from rrfp.errors import ConfigError, PipelineAborted
 from rrfp.lab.emulated import Durations
-from rrfp.memory.round_trips import FollowedLimits, StageMeasure
 from rrfp.model.graph import TaskGraph
 from rrfp.model.mesh import Mesh
-from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.model.topology import Topology
-from rrfp.runtime.steps.round_trips import LimitFollower
+from rrfp.model.tasks import Kind, Task
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 from rrfp.transports.base import Channel, Message, MessageKind
 
@@ -217,7 +216,7 @@ def test_the_trace_has_the_limits_of_each_step() -> None:
             return result.trace.limits, (await result.complete()).slots
 
     limits, slots = run_virtual(main())
-    assert tuple(entry.slots for entry in limits) == slots == (5, 1)
+    assert limits == dict(enumerate(slots)) == {0: 5, 1: 1}
 
 
 def test_gradients_do_not_depend_on_it_bit_by_bit() -> None:
@@ -233,23 +232,46 @@ def test_gradients_do_not_depend_on_it_bit_by_bit() -> None:
     assert gradients("auto") == gradients("1f1b")
 
 
-def follower(rank: int, mesh: Mesh) -> LimitFollower:
-    """That of a rank, whose messages go nowhere."""
-    limits = FollowedLimits(TaskGraph.chain(mesh.stages))
-    return LimitFollower(Topology.at(rank, mesh), limits, lambda rank, message: None, lambda: 0.0)
+def group_limits(leaders: float, others: float) -> list[tuple[int | None, ...]]:
+    """The limits on each of four ranks, two a stage, whose leaders are ``leaders`` periods apart, the others theirs."""
+    links = Links({(0, 2): leaders * PERIOD, (1, 3): others * PERIOD})
+    transport = partial(SimulatedTransport, latency=links.latency)
+
+    async def run(pipeline: rrfp.Pipeline) -> tuple[int | None, ...]:
+        async with pipeline as pipe:
+            for _ in range(5):
+                result = await (await pipe.step(microbatches=12)).complete()
+            return result.slots
+
+    async def main() -> list[tuple[int | None, ...]]:
+        mesh = Mesh((("pp", 2), ("tp", 2)))
+        pipelines = virtual_ranks(mesh, seconds_of, transport, limit="auto", hint="bf", lock_watch=False)
+        return await asyncio.gather(*map(run, pipelines))
+
+    return run_virtual(main())
 
 
 def test_a_group_has_the_limit_of_what_its_leader_measured() -> None:
-    mesh = Mesh((("pp", 2), ("tp", 2)))
-    leader, other = StageMeasure(1.0, 0.0, {1: 1.5}), StageMeasure(1.0, 0.0, {1: 7.5})
-    for rank in range(2):  # both members of stage 0
-        each = follower(rank, mesh)
-        each.observe(Mode.TRAIN, [leader, other, StageMeasure(1.0), StageMeasure(1.0)])
-        assert each.microbatches == 4
+    assert group_limits(1.2, 0.0) == [(5, 1)] * 4
+    assert group_limits(0.0, 1.2) == [(2, 1)] * 4
 
 
-@pytest.mark.parametrize("body", [{}, {"number": 0, "back": True}, {"number": "0", "back": False}, {"back": None}])
+class FalseEcho(SimulatedTransport):
+    """Rank 1 answers an echo that nobody sent."""
+
+    body: Mapping[str, Any]
+
+    async def send(self, peer: int, message: Message) -> None:
+        if message.kind is MessageKind.OUTPUT and self.context.rank == 1:
+            await super().send(peer, Message(Channel.CONTROL, MessageKind.ECHO, body=self.body))
+        await super().send(peer, message)
+
+
+@pytest.mark.parametrize("body", [{}, {"number": -1, "back": True}, {"number": "0", "back": False}, {"back": None}])
 def test_an_echo_that_nobody_sent_ends_the_step_and_names_its_rank(body: dict[str, Any]) -> None:
-    message = Message(Channel.CONTROL, MessageKind.ECHO, body=body, sender=1)
-    with pytest.raises(ProtocolError, match="rank 1 sent back an echo that it did not get"):
-        follower(0, Mesh((("pp", 2),))).on_message(message)
+    async def main() -> None:
+        async with emulated(Links(), 2, transport=type("Said", (FalseEcho,), {"body": body})) as pipe:
+            await pipe.step(microbatches=2)
+
+    with pytest.raises(PipelineAborted, match="ProtocolError: rank 1 sent back an echo that it did not get"):
+        run_virtual(main())

@@ -23,8 +23,7 @@ from rrfp.errors import ConfigError
 from rrfp.lab.simulation import simulate
 from rrfp.model.tasks import Task
 from rrfp.model.topology import Topology
-from rrfp.trace.event_log import log_path, read_event_log
-from rrfp.trace.executed_order import read_executed
+from rrfp.trace.event_log import log_path, read_event_log, read_executed
 
 OPTIONS: dict[str, Any] = {"loss_fn": loss_fn, "placement": "v", "split": True}
 

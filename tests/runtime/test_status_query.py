@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, Self
 
-import pytest
-import torch
-from runtime.contexts import context_of
+from runtime.ranks import virtual_ranks
 from runtime.toys import data, loss_fn, stages
 
 import rrfp
-from rrfp import Topology, timeouts
-from rrfp.errors import ProtocolError
-from rrfp.model.graph import TaskGraph
-from rrfp.runtime import records
+from rrfp import timeouts
+from rrfp.model.mesh import Mesh
 from rrfp.runtime.control_tree import neighbours, towards
-from rrfp.runtime.stall.peer_monitor import PeerMonitor
-from rrfp.runtime.stall.status import RankStatus
-from rrfp.runtime.stall.status_query import MOST_ASKED, StatusQuery
-from rrfp.testing.clock import run_virtual
-from rrfp.transports.base import Channel, Message, MessageKind
-
-STATUS = RankStatus(0, None, 0, None, 0.0, False, 0, 0, 0)
-PACKED = torch.frombuffer(bytearray(records.pack(STATUS)), dtype=torch.uint8)
+from rrfp.runtime.stall.status import JobStatus
+from rrfp.testing.clock import SimulatedTransport, run_virtual
+from rrfp.transports.base import Message, MessageKind
 
 
 def test_the_way_through_the_tree_leads_from_every_rank_to_every_other() -> None:
@@ -53,33 +47,51 @@ async def test_every_rank_sees_all_others() -> None:
                     assert answer.status.training_step == number
 
 
-class Silent:
-    """Rank 1 of seven (0 above it, 3 and 4 below), whose neighbours never answer; ``posted`` is what it sends them."""
+class Neighbourhood:
+    """Seven ranks: above rank 1 is rank 0, below it are 3 and 4. ``silent`` ones keep what they would answer."""
 
-    def __init__(self) -> None:
-        self.posted: list[tuple[int, Message]] = []
-        context = context_of(Topology(1, 7), TaskGraph.chain(7))
-        self.monitor = PeerMonitor(context, {}, self._post)
-        self.query = StatusQuery(context, lambda: STATUS, self.monitor, self._post)
+    def __init__(self, *silent: int) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.kept: list[tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = []
+        job = self
 
-    def _post(self, peer: int, message: Message) -> None:
-        if message.kind is not MessageKind.UNRESPONSIVE:
-            self.posted.append((peer, message))
+        class Keeps(SimulatedTransport):
+            async def send(self, peer: int, message: Message) -> None:
+                rank = self.context.rank
+                if message.kind is MessageKind.STATUS_QUERY:
+                    job.asked.append((rank, peer))
+                if message.kind is MessageKind.STATUS and rank in silent:
+                    job.kept.append((rank, partial(super().send, peer, message)))
+                else:
+                    await super().send(peer, message)
 
-    async def ask(self) -> Any:
-        return await self.query.ask()
+        mesh = Mesh((("pp", 7),))
+        self.pipelines = virtual_ranks(mesh, lambda _: 1.0, Keeps, stall_after=1000.0, lock_watch=False)
 
-    def receive(self, sender: int, body: dict[str, Any], *tensors: torch.Tensor) -> None:
-        kind = MessageKind.STATUS if "rank" in body else MessageKind.STATUS_QUERY
-        message = Message(Channel.CONTROL, kind, tensors=tensors, body=body, sender=sender)
-        self.query.handlers[kind](message)
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as entered:
+            await asyncio.gather(*(entered.enter_async_context(each) for each in self.pipelines))
+            self._entered = entered.pop_all()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._entered.aclose()
+
+    async def ask(self, rank: int = 1) -> JobStatus:
+        return await self.pipelines[rank]._session._runners[0].health.query.ask()
+
+    def asked_by(self, rank: int) -> list[int]:
+        """Whom it has asked, since the last look at any."""
+        peers = [peer for asker, peer in self.asked if asker == rank]
+        self.asked.clear()
+        return peers
 
 
 def test_silence_takes_a_second_and_the_rank_on_the_way_is_named() -> None:
-    rank = Silent()
-
-    async def main() -> tuple[Any, float]:
-        return await rank.ask(), asyncio.get_running_loop().time()
+    async def main() -> tuple[JobStatus, float]:
+        async with Neighbourhood(0, 3, 4) as ranks:
+            began = asyncio.get_running_loop().time()
+            return await ranks.ask(), asyncio.get_running_loop().time() - began
 
     job, seconds = run_virtual(main())
     assert seconds == timeouts.ANSWER_S
@@ -95,56 +107,26 @@ def test_silence_takes_a_second_and_the_rank_on_the_way_is_named() -> None:
 
 
 def test_questions_to_a_silent_rank_do_not_pile_up() -> None:
-    rank = Silent()
-
     async def main() -> None:
-        for _ in range(MOST_ASKED + 3):
-            await rank.ask()
-        for number in range(5):  # of another rank
-            rank.receive(0, {"number": number, "asker": 0})
-        assert [peer for peer, message in rank.posted if "rank" not in message.body] == [0, 3, 4] * MOST_ASKED
-        rank.posted.clear()
-        rank.receive(3, {"number": 1, "asker": 1, "rank": 3}, PACKED)  # late, and yet a sign that it takes more
-        await rank.ask()
-        assert [peer for peer, _ in rank.posted] == [3]
+        async with Neighbourhood(0, 3, 4) as ranks:
+            for _ in range(20):
+                await ranks.ask()
+            assert ranks.asked_by(1) == [0, 3, 4] * 8
+            await ranks.ask(0)
+            assert ranks.asked_by(1) == [], "nor do those of another rank"
+            await next(send for rank, send in ranks.kept if rank == 3)()  # late, and yet a sign that it takes more
+            await asyncio.sleep(1.0)  # in virtual time: it arrives
+            await ranks.ask()
+            assert ranks.asked_by(1) == [3]
 
     run_virtual(main())
 
 
-async def test_a_question_is_answered_and_passed_on_and_so_are_answers() -> None:
-    rank = Silent()
-    rank.receive(4, {"number": 7, "asker": 4})
-    assert [(peer, dict(message.body)) for peer, message in rank.posted] == [
-        (4, {"number": 7, "asker": 4, "rank": 1}),
-        (0, {"number": 7, "asker": 4}),
-        (3, {"number": 7, "asker": 4}),
-    ]
-    rank.posted.clear()
-    rank.receive(0, {"number": 7, "asker": 4, "rank": 2}, PACKED)
-    ((peer, message),) = rank.posted
-    assert (peer, message.body) == (4, {"number": 7, "asker": 4, "rank": 2})
-    assert torch.equal(message.tensors[0], PACKED)  # type: ignore[arg-type]
-    rank.monitor.close()
+def test_a_question_is_passed_on_to_all_but_the_one_it_comes_from() -> None:
+    async def main() -> None:
+        async with Neighbourhood() as ranks:
+            job = await ranks.ask(4)
+            assert [answer.absent for answer in job.answers] == [""] * 7
+            assert ranks.asked_by(1) == [0, 3]
 
-
-@pytest.mark.parametrize(
-    ("sender", "body"),
-    [
-        (0, {"number": 1}),
-        (0, {"number": "1", "asker": 0}),
-        (0, {"number": 1, "asker": 1}),  # its own question
-        (0, {"number": 1, "asker": 7}),
-        (0, {"number": 1, "asker": -1}),
-        (0, {"number": 1, "asker": 3}),  # which is on the other side
-        (2, {"number": 1, "asker": 2}),  # a neighbour it is not
-        (0, {"number": 1, "asker": 0, "rank": 2}),  # back to where it comes from
-        (0, {"number": 1, "asker": 3, "rank": 4}),
-        (0, {"number": 1, "asker": 1, "rank": 9}),
-        (0, {"number": 1, "asker": 1, "rank": 0}),  # without a status
-    ],
-)
-def test_a_question_or_a_status_of_another_rank_is_refused(sender: int, body: dict[str, Any]) -> None:
-    rank = Silent()
-    with pytest.raises(ProtocolError):
-        rank.receive(sender, body)
-    assert not rank.posted
+    run_virtual(main())

@@ -15,6 +15,7 @@ from transports.reordering import reordered
 
 import rrfp
 from rrfp.compute.split import backward as split_backward
+from rrfp.errors import PipelineAborted
 from rrfp.model.placement import Layout
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.testing.reference import reference
@@ -162,6 +163,28 @@ def test_one_object_is_summed_in_every_step() -> None:
             pipe.step(*words(4, number), reduce_gradients=False)
             expect(theirs, 4, number)
             assert same_bits(ours, theirs)
+
+
+class FailsBackward(nn.Module):
+    """Passes its input on, and not its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        x.register_hook(self._fail)  # type: ignore[no-untyped-call]
+        return x
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise ValueError("enough")
+
+
+def test_a_backward_that_fails_leaves_the_gradient_of_one_object_as_it_was() -> None:
+    """It is on two stages, and the second fails after its head has formed a gradient."""
+    (first, last), (weight, _) = tied(2, objects=True)
+    weight.grad = before = torch.ones_like(weight)
+    with pytest.raises(PipelineAborted, match="enough"), run([first, nn.Sequential(FailsBackward(), last)]) as pipe:
+        pipe.step(*words(1))
+    assert weight.grad is before
+    assert torch.equal(before, torch.ones_like(weight))
 
 
 # Gradients that are not there.

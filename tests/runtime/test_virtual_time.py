@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import rrfp
-from rrfp.errors import ConfigError, DeadlockError, PipelineAborted
+from rrfp.errors import ConfigError, DeadlockError, Origin, PipelineAborted
 from rrfp.lab.emulated import Durations
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
@@ -53,6 +54,19 @@ def test_latency_is_a_transport_like_any_other() -> None:
             return (await pipe.step(microbatches=1)).seconds
 
     assert run_virtual(main()) == 1 + 0.5 + 1 + 1 + 0.5 + 1
+
+
+def test_a_step_leaves_no_coroutine_behind() -> None:
+    async def main() -> list[int]:
+        alive = []
+        async with emulated(2, one_second) as pipe:
+            for _ in range(2):
+                await (await pipe.step(microbatches=4)).complete()
+                gc.collect()
+                alive.append(sum(type(each) is asyncio.Task for each in gc.get_objects()))
+        return alive
+
+    assert len(set(run_virtual(main()))) == 1
 
 
 class Deaf(rrfp.Hint):
@@ -139,3 +153,22 @@ def test_a_task_may_take_just_less_than_abort_after_and_no_more() -> None:
     assert caught.value.origin.cause.startswith(
         "OverdueError: F0@0 has not completed for 1.0 s, longer than abort_after"
     )
+
+
+class CannotSend(SimulatedTransport):
+    """Has no way for one output."""
+
+    async def send(self, peer: int, message: Message) -> None:
+        if message.kind is MessageKind.OUTPUT and message.task == Task(Kind.F, 1, 0):
+            raise OSError("gone")
+        await super().send(peer, message)
+
+
+def test_an_output_that_cannot_be_sent_is_named() -> None:
+    async def main() -> None:
+        async with emulated(2, one_second, transport=CannotSend) as pipe:
+            await pipe.step(microbatches=3)
+
+    with pytest.raises(PipelineAborted) as caught:
+        run_virtual(main())
+    assert caught.value.origin == Origin(0, "F1@0", "OSError: gone")

@@ -58,4 +58,6 @@ def test_auto_follows_the_links_where_replicas_share_forwards() -> None:
     ran = run_shell_claims(case)
     rule, pace = RoundTripRule(case.graph, claims=True), Pace(3.0, 0.0, {(0, 1): 6.0, (1, 2): 6.0})
     assert ran.slots[-1] == rule.limits(pace)
+    for slots, held in zip(ran.slots, ran.held, strict=True):
+        assert all(most is not None and peak <= most for peak, most in zip(held, slots, strict=True))
     assert ran.seconds[-1] < 0.7 * ran.seconds[0]

@@ -27,7 +27,7 @@ from rrfp.errors import ConfigError, ProtocolError
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.coordination import Agreement, Leader
 from rrfp.lab.cluster.simulation import TensorParallelResult, run_tensor_parallel
-from rrfp.lab.generators.rank_latency import Cube, RankLatencies, rank_latencies
+from rrfp.lab.generators.latency import Cube, RankLatencies, rank_latencies
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Kind, Mode, Task
 

@@ -14,7 +14,7 @@ from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import DeadlockError, HintError
 from rrfp.lab.cluster.coordination import Agreement, Leader
-from rrfp.lab.generators.rank_latency import RankLatencies
+from rrfp.lab.generators.latency import RankLatencies
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Kind, Task
 

@@ -20,7 +20,7 @@ from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.cluster.coordination import Agreement, Coordination, GroupCounts, Independent, Leader
 from rrfp.lab.cluster.simulation import TensorParallelResult, run_tensor_parallel
-from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
+from rrfp.lab.generators.latency import RankLatencies, rank_latencies
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task

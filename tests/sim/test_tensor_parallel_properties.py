@@ -21,7 +21,7 @@ from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import create_hint, create_strict
 from rrfp.lab.cluster.coordination import Agreement, Coordination, Independent, Leader
 from rrfp.lab.cluster.simulation import TensorParallelResult, run_tensor_parallel
-from rrfp.lab.generators.rank_latency import RankLatencies, rank_latencies
+from rrfp.lab.generators.latency import RankLatencies, rank_latencies
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Kind
 

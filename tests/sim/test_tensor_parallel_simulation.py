@@ -11,7 +11,7 @@ from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
 from rrfp.lab.cluster.coordination import Agreement, Independent, Leader
 from rrfp.lab.cluster.simulation import simulate_tensor_parallel
-from rrfp.lab.generators.rank_latency import rank_latencies
+from rrfp.lab.generators.latency import rank_latencies
 from rrfp.lab.simulation import simulate
 from rrfp.memory.admission import Limit
 

@@ -13,7 +13,7 @@ from rrfp.core.events import Arrived, Event
 from rrfp.core.ready_set import ReadySet
 from rrfp.costs import CostTable
 from rrfp.hints.registry import create_hint
-from rrfp.lab.generators.rank_latency import RankLatencies
+from rrfp.lab.generators.latency import RankLatencies
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Kind, Task
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transports.peer_process import stuck_after_trial
 
 from rrfp.compute.lanes.stream import StreamLane
+from rrfp.devices.base import SharedMemory
 from rrfp.devices.copies import copies_of
-from rrfp.devices.sharing import SharedMemory
 from rrfp.lab.device_double import DoubleSharing
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.auto import auto_transport

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from rrfp.errors import ConfigError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 
 
 def needs_whole_backward(module: nn.Module) -> str | None:

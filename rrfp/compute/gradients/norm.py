@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import as_dtensor, check_dense, local_part
 from rrfp.compute.gradients.process_groups import crossed
-from rrfp.compute.gradients.reducer import named_parameters
+from rrfp.compute.gradients.reducer import parameters_once
 from rrfp.errors import ConfigError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.topology import Topology
 from rrfp.plain import flag, or_none
 
@@ -60,7 +60,7 @@ def local_norm(
     topology = Topology(0, 1) if topology is None else topology
     ranks = range(topology.world) if ranks is None else ranks
     parts: list[Tensor] = []
-    for name, parameter in parameters_once(modules, text_of):
+    for _, name, parameter in parameters_once(modules, text_of):
         if parameter.grad is None:
             continue
         if parameter.grad.layout is not torch.sparse_coo:
@@ -105,20 +105,10 @@ def clip(modules: Mapping[int, nn.Module], max_norm: float, norm: float) -> None
     factor = max_norm / (norm + 1e-6)
     if math.isinf(max_norm) or factor >= 1.0:
         return
-    for _, parameter in parameters_once(modules):
+    for _, _, parameter in parameters_once(modules):
         if parameter.grad is not None:
             part = local_part(parameter.grad)
             (part._values() if part.is_sparse else part).mul_(factor)
-
-
-def parameters_once(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, with its display name."""
-    seen: set[int] = set()
-    for v, module in sorted(modules.items()):
-        for name, parameter in named_parameters(text_of(v), module):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
 
 
 def _without_partial_sums(gradient: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import nn
 
 from rrfp.compute.gradients.layout import as_dtensor
 from rrfp.compute.gradients.module_reduction import submodules
-from rrfp.compute.gradients.reducer import named_parameters
+from rrfp.compute.gradients.reducer import parameters_once
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.mesh import PIPELINE, REPLICATED
-from rrfp.model.names import TextOf, numbered
 from rrfp.model.topology import Topology
 
 if TYPE_CHECKING:
@@ -66,19 +66,18 @@ def check_sharded(
 ) -> None:
     """Refuse DTensors over ranks that run tasks in another order, by name."""
     group = {ranks[rank] for rank in topology.group}
-    for v, module in sorted(modules.items()):
-        for name, parameter in named_parameters(text_of(v), module):
-            if (sharded := as_dtensor(parameter)) is None:
-                continue
-            members = sharded.device_mesh.mesh.flatten().tolist()
-            if len(members) > 1 and not group.issuperset(members):
-                raise ConfigError(f"{name} {_why_refused('a DTensor', members, topology, ranks)}")
-            reduced = sorted(crossed(members, topology, ranks).intersection(topology.mesh.reduce))
-            if reduced:
-                raise ConfigError(
-                    f"{name} is a DTensor over the mesh dim {reduced[0]!r}, and its own collectives reduce its "
-                    f"gradients there: reduce is {topology.mesh.reduce!r}, must not have {reduced[0]!r}"
-                )
+    for _, name, parameter in parameters_once(modules, text_of):
+        if (sharded := as_dtensor(parameter)) is None:
+            continue
+        members = sharded.device_mesh.mesh.flatten().tolist()
+        if len(members) > 1 and not group.issuperset(members):
+            raise ConfigError(f"{name} {_why_refused('a DTensor', members, topology, ranks)}")
+        reduced = sorted(crossed(members, topology, ranks).intersection(topology.mesh.reduce))
+        if reduced:
+            raise ConfigError(
+                f"{name} is a DTensor over the mesh dim {reduced[0]!r}, and its own collectives reduce its "
+                f"gradients there: reduce is {topology.mesh.reduce!r}, must not have {reduced[0]!r}"
+            )
 
 
 def check_synchronised(

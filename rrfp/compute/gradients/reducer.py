@@ -42,7 +42,7 @@ from rrfp.compute.gradients.layout import (
 from rrfp.compute.gradients.module_reduction import shard_again
 from rrfp.compute.lanes.base import Lane
 from rrfp.errors import StageError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -332,20 +332,22 @@ class GradientReducer:
 
 def shares(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> dict[int, _Named]:
     """The parameters that each chunk sums, the deepest first."""
-    by_chunk: dict[int, _Named] = {}
+    by_chunk: dict[int, _Named] = {v: [] for v in sorted(modules, reverse=True)}
+    for v, name, parameter in parameters_once(modules, text_of):
+        by_chunk[v].append((name, parameter))
+    return by_chunk
+
+
+def parameters_once(
+    modules: Mapping[int, nn.Module], text_of: TextOf = numbered
+) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Every parameter once, with its display name, on the first virtual stage that has it."""
     seen: set[int] = set()
     for v, module in sorted(modules.items()):
-        by_chunk[v] = [
-            (name, parameter) for name, parameter in named_parameters(text_of(v), module) if id(parameter) not in seen
-        ]
-        seen.update(id(parameter) for _, parameter in by_chunk[v])
-    return dict(sorted(by_chunk.items(), reverse=True))
-
-
-def named_parameters(where: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of ``module`` once, with its display name."""
-    for name, parameter in module.named_parameters():
-        yield f"parameter {name!r} of {where}", parameter
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield v, f"parameter {name!r} of {text_of(v)}", parameter
 
 
 def _both_signs(values: Sequence[int]) -> list[int]:

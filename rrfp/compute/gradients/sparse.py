@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.gradients.module_reduction import submodules
 from rrfp.errors import ConfigError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 
 
 def sparse_tables(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from rrfp.compute.gradients.module_reduction import needs_whole_backward
 from rrfp.compute.gradients.shared import SharedGradients
 from rrfp.compute.gradients.sparse import check_ties_not_sparse
 from rrfp.errors import ConfigError, StageError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 
 #: By the name of the tie: this rank's copy, or its copies if several of its chunks have one.
 Ties = Mapping[str, Tensor | Sequence[Tensor]]

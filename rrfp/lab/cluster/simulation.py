@@ -45,7 +45,7 @@ from rrfp.lab.cluster.coordination import (
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
-from rrfp.lab.generators.rank_latency import SHUFFLED, Cube, RankLatencies, rank_latencies
+from rrfp.lab.generators.latency import SHUFFLED, Cube, RankLatencies, rank_latencies
 from rrfp.lab.simulation import Simulation, beside_bound, resolve_limits, shown_correlation
 from rrfp.lab.unused_hint import UnusedHint
 from rrfp.memory.admission import Limit

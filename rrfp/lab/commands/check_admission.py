@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from rrfp.commands.command_line import listed, option
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.lab.commands.options import listed, option
 from rrfp.model.placement import Layout
 from rrfp.model.tasks import Kind, Mode
 from rrfp.tables import Column, print_table

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.command_line import option
-from rrfp.commands.known_names import known_hints
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, known_hints, print_json
 from rrfp.errors import ConfigError, Faults, RrfpError
+from rrfp.lab.commands.options import option
 from rrfp.lab.sweep.experiment import HINT_FORMS
 from rrfp.tables import Column, print_table
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rrfp.commands.command_line import at_least
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError
+from rrfp.lab.commands.options import at_least, check_output
 from rrfp.tables import Column, print_table, terminal
 
 if TYPE_CHECKING:

@@ -5,10 +5,8 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.command_line import option
-from rrfp.commands.known_names import known_hints, known_transports
-from rrfp.commands.output import Json
-from rrfp.lab.commands.options import METHOD
+from rrfp.commands.command_line import Json, known_hints, known_transports
+from rrfp.lab.commands.options import METHOD, option
 from rrfp.lab.sweep.experiment import HINT_FORMS
 
 _HINT = f"Hints of the readiness-driven rows, instead of the demo's four: {HINT_FORMS}; several between commas."

@@ -1,6 +1,7 @@
-"""The options of `rrfp simulate` and `rrfp sweep`: those of the fields of the dataclasses that they fill.
+"""Options that several commands share: those of a simulated run, of a timeline, and of the replay of a trace.
 
-A field with metadata (`rrfp.lab.sweep.workloads.as_option`) becomes an option. The keys:
+Those of `rrfp simulate` and `rrfp sweep` are the fields of the dataclasses that they fill. A field with metadata
+(`rrfp.lab.sweep.workloads.as_option`) becomes an option. The keys:
 
 - ``help``, in which ``{default}`` stands for the field's default; ``metavar``, empty for the known values;
 - ``known``: the values that complete, or ``module:attribute`` of them;
@@ -13,20 +14,27 @@ A field with metadata (`rrfp.lab.sweep.workloads.as_option`) becomes an option. 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from itertools import product
-from typing import Annotated, Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from rrfp.commands.command_line import Command, listed, option
+from rrfp.commands.command_line import Command, completed
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.sweep.experiment import Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import CostFile
 from rrfp.laboratory import load
+from rrfp.plain import whole
+
+if TYPE_CHECKING:
+    from rrfp.lab.advice.advice import Wishes
+    from rrfp.lab.traces.timeline import TimeWindow
 
 METHOD, WORKLOAD, OUTPUT = "Method", "Workload", "Output"
 
@@ -36,6 +44,67 @@ PICTURE = "FILE.png|svg|pdf"
 Given: TypeAlias = Mapping[str, Any]
 
 T = TypeVar("T")
+
+
+def option(
+    name: str,
+    metavar: str,
+    help: str,
+    panel: str | None = None,
+    *,
+    least: int | None = None,
+    # Raises a `ConfigError` for a value that is wrong by itself.
+    check: Callable[[str], object] | None = None,
+    # Known values, for completion.
+    values: Callable[[], Iterable[str]] | None = None,
+    # Whether commas separate several values, each of which is checked.
+    is_list: bool = True,
+) -> Any:
+    return typer.Option(
+        f"--{name}",
+        metavar=metavar,
+        help=help,
+        rich_help_panel=panel,
+        callback=_checked(name, check, is_list=is_list) if check is not None else at_least(name, least),
+        autocompletion=None if values is None else completed(values),
+    )
+
+
+def _checked(name: str, check: Callable[[str], object], *, is_list: bool) -> Callable[[Any], Any]:
+    def callback(value: Any) -> Any:
+        if value is None:
+            return None
+        with Faults() as faults:
+            for each in listed(name, value) if is_list else [value]:
+                with faults.kept():
+                    check(each)
+        return value
+
+    return callback
+
+
+def at_least(name: str, least: int | None) -> Callable[[int | None], int | None] | None:
+    """Refuses numbers below ``least``; None where any will do."""
+    if least is None:
+        return None
+
+    return lambda value: None if value is None else whole(f"--{name}", value, least)
+
+
+def listed(name: str, text: str) -> list[str]:
+    values = [value.strip() for value in text.split(",")]
+    for value in values:
+        if values.count(value) > 1:
+            raise ConfigError(f"{name} is {text!r}, must name {value!r} once")
+    return values
+
+
+def check_output(path: Path, *inputs: str | Path) -> None:
+    """Refuse an unwritable file, or one of ``inputs``, in advance."""
+    if path.resolve() in {Path(file).resolve() for file in inputs}:
+        raise ConfigError(f"{path}: is read by this command, must be another file to be written")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
 
 
 def options_of(cls: type[Any], panel: str) -> list[Parameter]:
@@ -203,3 +272,94 @@ def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:
             "run one after the other; n holds what 1F1B holds on its first stage (rrfp.Pipeline refuses 1f1b here)",
             err=True,
         )
+
+
+#: Tasks that a timeline can hold: beyond it takes minutes to draw and is too small to read.
+MOST_BOXES = 20_000
+
+_TIMELINE = "Draw the step's timeline; the suffix decides the format."
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar=PICTURE, help=_TIMELINE, rich_help_panel=OUTPUT)
+]
+_FROM = "Draw the timeline from this time of the step on, in milliseconds."
+From = Annotated[float | None, typer.Option("--from", metavar="MS", help=_FROM, rich_help_panel=OUTPUT)]
+_TO = "Draw the timeline up to this time of the step, in milliseconds."
+To = Annotated[float | None, typer.Option("--to", metavar="MS", help=_TO, rich_help_panel=OUTPUT)]
+
+
+def checked_window(path: Path | None, start_ms: float | None, end_ms: float | None) -> TimeWindow:
+    """The window of a timeline, refused before the work that it shows."""
+    from rrfp.lab.traces.timeline import TimeWindow
+
+    for name, value in (("from", start_ms), ("to", end_ms)):
+        if path is None and value is not None:
+            raise ConfigError(f"--{name} goes with --timeline FILE")
+    if path is not None:
+        check_picture(path, "a timeline")
+    return TimeWindow.of_milliseconds(start_ms, end_ms)
+
+
+def check_tasks(tasks: int, instead: str) -> None:
+    """Refuse a timeline of too many tasks."""
+    if tasks > MOST_BOXES:
+        raise ConfigError(f"a timeline shows at most {MOST_BOXES} tasks, this step has {tasks}: {instead}")
+
+
+def check_picture(path: Path, picture: str) -> None:
+    """Refuse a picture that could not be written, before anything runs."""
+    from rrfp.lab.traces.pictures import picture_format, require_matplotlib
+
+    with Faults() as faults:
+        with faults.kept():
+            require_matplotlib(picture)
+        with faults.kept():
+            picture_format(path)
+        with faults.kept():
+            check_output(path)
+
+
+TRACE = "Trace (Chrome JSON) written by save_trace."
+_RUN = "The run of this name, such as 'replica 1'; default: the first. A file of all replicas tells a slow rank."
+_SKIP = "Training steps to leave out at the beginning; default 2."
+_STEPS = "The most steps to replay, the newest; default 10."
+_HINT = "The hint of the job, where the trace does not say it."
+_STRICT = "The strict schedule of the job, where the trace does not say it."
+_LIMIT = "The limit of the job, where the trace does not say it: a number, 1f1b, n, 2n, or bytes such as 8GB."
+
+#: Those that say which steps are replayed.
+RECORDED = (
+    as_parameter("run", str, option("run", "NAME", _RUN)),
+    as_parameter("skip_first", int, option("skip-first", "N", _SKIP, least=0)),
+    as_parameter("steps", int, option("steps", "N", _STEPS, least=5)),
+)
+
+#: Those, and how the job ran: of all commands that replay a trace.
+REPLAYED = (
+    *RECORDED,
+    as_parameter("hint", str, option("hint", "NAME", _HINT)),
+    as_parameter("strict", str, option("strict", "NAME", _STRICT)),
+    as_parameter("limit", str, option("limit", "K|1f1b|n|2n", _LIMIT)),
+)
+
+
+def wishes_of(given: Given) -> Wishes:
+    """What the options of `REPLAYED` say."""
+    from rrfp.hints.registry import named_or_loaded_hint
+    from rrfp.lab.advice.advice import Wishes
+
+    values = {name: value for name, value in given.items() if value is not None}
+    if "hint" in values:
+        values["hint"] = named_or_loaded_hint(values["hint"])
+    return Wishes(**values)
+
+
+class ReplayCommand(Command):
+    """A command that replays the steps of a trace."""
+
+    def check_together(self, named: Collection[str]) -> None:
+        """Refuse what does not go with a strict schedule."""
+        with Faults() as faults:
+            for name in ("hint", "limit"):
+                if "strict" in named and name in named:
+                    with faults.kept():
+                        raise ConfigError(f"--{name} goes without --strict: a schedule is the order of all tasks")

@@ -9,11 +9,19 @@ from typing import Annotated
 import typer
 
 from rrfp.atomic_files import write_atomically
-from rrfp.commands.command_line import at_least, listed
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.advise import RECORDED, REPLAYED, TRACE, wishes_of
-from rrfp.lab.commands.options import Given, with_options
+from rrfp.lab.commands.options import (
+    RECORDED,
+    REPLAYED,
+    TRACE,
+    Given,
+    at_least,
+    check_output,
+    listed,
+    wishes_of,
+    with_options,
+)
 from rrfp.lab.commands.sweep import progress_bar
 from rrfp.plain import whole
 

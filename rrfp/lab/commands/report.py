@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rrfp.commands.command_line import at_least
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, Faults
+from rrfp.lab.commands.options import at_least, check_output
 from rrfp.lab.commands.sweep import progress_bar
 
 _TRACES = "One trace (Chrome JSON) written by rrfp, or two to compare."

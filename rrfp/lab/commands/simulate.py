@@ -13,12 +13,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.commands.command_line import option
-from rrfp.commands.output import Json, check_output, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands import options
-from rrfp.lab.commands.options import METHOD, OUTPUT, WORKLOAD, Given, MethodCommand, options_of, with_options
-from rrfp.lab.commands.timeline_options import From, TimelineFile, To, check_tasks, checked_window
+from rrfp.lab.commands.options import (
+    METHOD,
+    OUTPUT,
+    WORKLOAD,
+    From,
+    Given,
+    MethodCommand,
+    TimelineFile,
+    To,
+    check_output,
+    check_tasks,
+    checked_window,
+    option,
+    options_of,
+    with_options,
+)
 from rrfp.lab.generators import MULTIMODAL
 from rrfp.lab.sweep.experiment import RECORD_SPLIT, Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import CostFile, MultimodalWorkload, with_sizes

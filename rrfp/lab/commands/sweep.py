@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.command_line import listed, option
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, Faults
 from rrfp.lab.commands import options
 from rrfp.lab.commands.options import (
@@ -23,10 +22,12 @@ from rrfp.lab.commands.options import (
     Given,
     MethodCommand,
     as_parameter,
+    check_picture,
+    listed,
+    option,
     options_of,
     with_options,
 )
-from rrfp.lab.commands.timeline_options import check_picture
 from rrfp.lab.sweep.experiment import RECORD_SPLIT, Experiment, SimulatedMethod
 from rrfp.lab.sweep.workloads import PLANNED, CostFile, Workload, with_sizes
 from rrfp.tables import Column, print_table, terminal

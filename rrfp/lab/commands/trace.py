@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.commands.output import Json, print_json
+from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError
-from rrfp.lab.commands.timeline_options import From, TimelineFile, To, check_tasks, checked_window
+from rrfp.lab.commands.options import From, TimelineFile, To, check_tasks, checked_window
 from rrfp.model.tasks import Task
 from rrfp.trace.breakdown import Breakdown, breakdown, mean
 from rrfp.trace.held import peak_held

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rrfp.devices.base import Device, DeviceMemory, Stream
-from rrfp.devices.sharing import DeviceSharing, SharedMemory
+from rrfp.devices.base import Device, DeviceMemory, DeviceSharing, SharedMemory, Stream
 from rrfp.errors import ConfigError, FrameError
 from rrfp.lab.device_double.memory import Memory
 from rrfp.lab.device_double.stream import DoubleStream, Issuer

@@ -59,7 +59,7 @@ _BF, _1F1B = {"hint": "bf"}, {"strict": "1f1b"}
 def named_or_read_schedule(text: str) -> ScheduleSpec:
     """A schedule's name, the content of a .csv file, or the newest step in a folder of event logs."""
     from rrfp.schedules.csv import CsvSchedule
-    from rrfp.trace.executed_order import read_executed
+    from rrfp.trace.event_log import read_executed
 
     if Path(text).is_dir():
         return read_executed(text)

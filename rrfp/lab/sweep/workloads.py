@@ -173,7 +173,7 @@ class CostFile:
     @property
     def rank_draws(self) -> Mapping[str, Any]:
         """How the further ranks of a group draw their latencies."""
-        from rrfp.lab.generators.rank_latency import SHUFFLED
+        from rrfp.lab.generators.latency import SHUFFLED
 
         return {"latency": SHUFFLED, "seed": 0}
 

@@ -24,7 +24,6 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.control_tree import children, parent
 from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.messenger import Handler
-from rrfp.runtime.stall.awake import AwakeTime
 from rrfp.runtime.stall.peer_monitor import PeerMonitor
 from rrfp.runtime.stall.progress import StallProgress
 from rrfp.runtime.stall.status import RankStatus, Verdict, judge
@@ -36,6 +35,33 @@ logger = get_logger(__name__)
 
 #: A rank asks, or a task ends the pipeline, late by this part of the limit at most.
 _PRECISION = 0.01
+
+#: Slices of a limit: after each, the loop looks at its clock.
+_SLICES = 4
+
+
+class AwakeTime:
+    """Time in which this process ran: one that was suspended, with all its peers, was neither idle nor slow meanwhile.
+
+    It sleeps in slices of ``limit``, and notices when one took far longer. Used on one loop only.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._slice = limit / _SLICES
+        self._went_on_at = -math.inf
+
+    def seconds(self) -> float:
+        """Since the process last went on after a suspension, or its loop after a call that blocked it."""
+        return self._now() - self._went_on_at
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep for a slice, or ``seconds`` if that is less."""
+        seconds = min(seconds, self._slice)
+        due = self._now() + seconds
+        await asyncio.sleep(seconds)
+        if self._now() - due > timeouts.ANSWER_S:
+            self._went_on_at = self._now()
 
 
 @dataclass(frozen=True, slots=True)

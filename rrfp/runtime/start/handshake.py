@@ -25,7 +25,7 @@ import msgpack
 from rrfp import timeouts
 from rrfp.compute.gradients.ties import CopySettings, Tie
 from rrfp.errors import ConfigError, ProtocolError, RrfpError, TransportError
-from rrfp.model.names import TextOf, numbered
+from rrfp.model.graph import TextOf, numbered
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
 from rrfp.transports.base import TransportContext

@@ -16,12 +16,26 @@ from torch import Tensor
 
 from rrfp.errors import RrfpError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport, TransportStatistics
+from rrfp.transports.base import (
+    Channel,
+    Message,
+    MessageKind,
+    Plain,
+    Transport,
+    TransportContext,
+    TransportStatistics,
+)
+from rrfp.transports.registry import TransportSpec, create_transport
+from rrfp.transports.rendezvous import LocalRendezvous
+from rrfp.transports.secret import Secret
 
 _Result = TypeVar("_Result")
 
 #: The step of all messages of checks.
 STEP = StepId(3, Mode.TRAIN, 1 << 20)
+
+#: Of the pairs of `started_pair`.
+RUN_ID = "checks"
 
 #: Seconds within which an event that must happen has happened.
 PATIENCE_S = 20.0
@@ -205,3 +219,39 @@ def assert_same(received: Tensor | None, sent: Tensor | None, label: str) -> Non
 
 def _outline(tensor: Tensor | None) -> object:
     return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+@asynccontextmanager
+async def started_pair(
+    spec: TransportSpec, options: PairOptions, secret: Secret | None = None, *, allow_insecure: bool = False
+) -> AsyncIterator[Pair]:
+    """A started pair, or three transports with ``options.ranks`` 3; all are aborted in the end.
+
+    With a ``secret`` tensors may travel in plain text, within this process.
+    """
+    rendezvous, ranks = LocalRendezvous(), range(options.ranks)
+    transports = [
+        create_transport(
+            spec,
+            TransportContext(
+                rank=rank,
+                peers=tuple(peer for peer in ranks if peer != rank),
+                run_id=RUN_ID,
+                rendezvous=rendezvous,
+                queue_bytes=options.queue_bytes,
+                max_message_bytes=options.max_message_bytes,
+                connect_timeout_s=10.0,
+                allow_insecure=allow_insecure,
+                secret=secret,
+                plain_data=secret is not None,
+            ),
+        )
+        for rank in ranks
+    ]
+    try:
+        await asyncio.gather(*(transport.start() for transport in transports))
+        left, right, *others = transports
+        yield Pair(left, right, RUN_ID, third=others[0] if others else None)
+    finally:
+        for transport in transports:
+            transport.abort()

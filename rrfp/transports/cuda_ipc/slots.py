@@ -18,8 +18,8 @@ from functools import partial
 
 from torch import Tensor
 
+from rrfp.devices.base import ByteRange, SharedMemory
 from rrfp.devices.copies import SharesDeviceMemory
-from rrfp.devices.sharing import ByteRange, SharedMemory
 from rrfp.errors import FrameError, RrfpError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.base import Channel, Plain

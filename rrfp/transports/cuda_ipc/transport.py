@@ -19,8 +19,8 @@ import msgpack
 import torch
 
 from rrfp import timeouts
+from rrfp.devices.base import ByteRange, SharedMemory
 from rrfp.devices.copies import SharesDeviceMemory
-from rrfp.devices.sharing import ByteRange, SharedMemory
 from rrfp.errors import FrameError, TransportClosedError
 from rrfp.plain import whole
 from rrfp.transports.auto import log_choice

@@ -15,10 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rrfp import timeouts
 from rrfp.errors import ConfigError, FrameError, PeerLostError, RrfpError, TransportClosedError, TransportError
-from rrfp.log import get_logger
+from rrfp.log import RateLimitedLog, get_logger
 from rrfp.transports.base import Channel, Deliver, Message, Transport, TransportContext, TransportStatistics
 from rrfp.transports.links.flow import CLOSED, Credits, HomeLoop, Inbox, Window, grant
-from rrfp.transports.links.rate_limited_log import RateLimitedLog
 from rrfp.transports.rendezvous import lookup_peer
 from rrfp.transports.wire.codec import Codec, Sealed
 

@@ -14,10 +14,9 @@ import msgpack
 from rrfp import timeouts
 from rrfp.errors import TransportError
 from rrfp.host import boot_id, namespace, pidfd
-from rrfp.log import get_logger
+from rrfp.log import RateLimitedLog, get_logger
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES
 from rrfp.transports.links.flow import HomeLoop
-from rrfp.transports.links.rate_limited_log import RateLimitedLog
 from rrfp.transports.shm.datagrams import BUFFER_BYTES
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.packets import PacketSocket

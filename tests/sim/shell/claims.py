@@ -94,11 +94,15 @@ class ClaimedCase:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """By step and rank, the tasks in their order; by step how long it took, and in the shell the slots by stage."""
+    """By step and rank, the tasks in their order; by step how long it took.
+
+    In the shell also, by step and stage of replica 0, the slots and the most that was held.
+    """
 
     orders: tuple[tuple[tuple[Task, ...], ...], ...]
     seconds: tuple[float, ...]
     slots: tuple[tuple[int | None, ...], ...] = ()
+    held: tuple[tuple[int, ...], ...] = ()
 
 
 class SimulatedClaims(TimedCluster[Node]):
@@ -186,8 +190,8 @@ async def _run(case: ClaimedCase) -> Ran:
     steps = range(case.steps)
     orders = tuple(tuple(tuple(own[step][0]) for own in every) for step in steps)
     results = [[own[step][1] for own in every] for step in steps]
-    slots = tuple(of_step[0].slots for of_step in results)
-    return Ran(orders, tuple(max(result.seconds for result in of_step) for of_step in results), slots)
+    slots, held = (tuple(getattr(of_step[0], name) for of_step in results) for name in ("slots", "peak_held"))
+    return Ran(orders, tuple(max(result.seconds for result in of_step) for of_step in results), slots, held)
 
 
 async def _run_rank(case: ClaimedCase, rank: int, met: LocalRendezvous) -> list[tuple[list[Task], StepResult]]:

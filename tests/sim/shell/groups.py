@@ -26,7 +26,7 @@ from rrfp.engine.engine import graph_of
 from rrfp.lab.cluster.coordination import Agreement, Leader
 from rrfp.lab.cluster.simulation import slowest_durations
 from rrfp.lab.emulated import Durations
-from rrfp.lab.generators.rank_latency import Cube, RankLatencies
+from rrfp.lab.generators.latency import Cube, RankLatencies
 from rrfp.lab.simulated_transport import SimulatedTransport
 from rrfp.memory.admission import Limit
 from rrfp.model.mesh import Mesh, MeshPosition
