@@ -8,7 +8,7 @@ from benchmarks.replicas.settings import Layout
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
-from rrfp.lab.cluster.checker import PoolChecker
+from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import Envelope, TimedCluster
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
@@ -52,7 +52,7 @@ class PooledStep(TimedCluster[Node]):
 
         def node(rank: Rank) -> Node:
             core = StageCore(graph, rank.stage, create_hint("slot-aware-pyramid"), each)
-            return Node(rank, core, PoolChecker(rank, graph, each))
+            return Node(rank, core, RankChecker(rank, graph, each, claims=depth))
 
         step = StepId(0, Mode.TRAIN, len(homes))
         known = None if sizes is None else tuple(sizes)

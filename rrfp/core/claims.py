@@ -364,6 +364,10 @@ class Sharing:
         """The microbatches of which this copy runs all forwards of its stage."""
         return [m for m in range(len(self.pool.homes)) if all(each.is_own(m) for each in self.claims.values())]
 
+    def taker_of(self, forward: Task) -> int:
+        """The copy that this rank, which holds the input of ``forward``, gave it to, or -1."""
+        return self._grants[forward.virtual_stage].takers[forward.microbatch]
+
     def claims_now(self, admission: MemoryRule, *, is_idle: bool) -> Iterator[ev.Claim | ev.Grant]:
         """What this rank claims now, where it ``is_idle`` without a ready task; its own caller's it grants itself."""
         own, deeper = self.pool.copy, tuple[Owner, ...]()

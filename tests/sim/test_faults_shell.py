@@ -9,9 +9,11 @@ it; the harness cuts such a run off.
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from batches import batches
@@ -19,9 +21,11 @@ from sim.fault_cases import FORWARD, TRAIN, credit, output, scenario
 from sim.fault_shell import ShellRun, run_shell
 
 from rrfp.errors import PipelineAborted
-from rrfp.lab.faults.faults import Death, Duplicate, Fault, Lose, MessageFault, Pause, name_of
+from rrfp.lab.faults.faults import ClaimMessageId, Death, Delay, Duplicate, Fault, Lose, MessageFault, Pause, name_of
+from rrfp.lab.faults.random_scenario import RandomClaimFaults
 from rrfp.lab.faults.scenario import Scenario
-from rrfp.testing.faults import make_scenario
+from rrfp.model.tasks import Mode
+from rrfp.testing.faults import REQUIRED, Ending, make_scenario
 
 NUM_SEEDS, QUICK = 400, 100
 BATCH = 50
@@ -137,3 +141,75 @@ def test_every_rank_is_told_of_a_repeated_output_and_by_whom_it_was_refused(chec
         0: f"aborted by stage 1: {cause}",
         1: f"aborted by stage 1: {cause}",
     }
+
+
+# Replicas that share forwards. Over a transport that does not check, their messages reach the cores as in the campaign.
+
+
+def shared_scenario(seed: int) -> Scenario | None:
+    """The run of a seed whose replicas share forwards, without faults; None where a caller has no microbatch."""
+    one = make_scenario(seed)
+    if one.shared is None:
+        return None
+    homes = tuple(tuple(sorted(each)) for each in one.shared.homes)
+    trained = [set(each) for each, step in zip(homes, one.steps, strict=True) if step.mode is Mode.TRAIN]
+    if any(len(each) < one.parallelism.replicas for each in trained):
+        return None
+    return replace(one, shared=replace(one.shared, homes=homes), faults=())
+
+
+def allowed_of_shared(fault: Fault, run: ShellRun) -> set[str]:
+    """How a run with this fault alone may end."""
+    names = {Ending.FINISHED: "finished", Ending.STALLED: "stalled"}
+    allowed = {names.get(end, "aborted") for end in REQUIRED[name_of(fault)]}
+    # A copy that comes after the last step harms nobody: the ranks have left.
+    comes_late = isinstance(fault, Duplicate) or (isinstance(fault, Delay) and fault.is_copy)
+    return allowed | {"finished"} if comes_late or fault not in run.applied else allowed
+
+
+def problems_of_shared(one: Scenario, run: ShellRun, fault: Fault) -> list[str]:
+    """What is wrong with how ``run``, with ``fault`` alone, ended."""
+    found = list(run.problems)
+    if ending(run) not in allowed_of_shared(fault, run):
+        found.append(f"it must not end {ending(run)}: {run.errors}")
+    if ending(run) != "aborted":
+        return found
+    dead = {fault.rank} if isinstance(fault, Death) else set[int]()
+    guilty = fault.message.receiver if isinstance(fault, MessageFault) else min(dead, default=None)
+    if run.errors.keys() | dead != {*one.ranks}:
+        found.append(f"only ranks {[*run.errors]} ended")
+    for rank, error in run.errors.items():
+        if rank not in dead and (not isinstance(error, PipelineAborted) or error.origin.rank != guilty):
+            found.append(f"rank {rank} ended with {error!r}")
+    return found
+
+
+@pytest.mark.parametrize("first", batches(3_000, 500, 500))
+def test_every_shell_run_whose_replicas_share_forwards_ends_well_or_names_its_fault(first: int) -> None:
+    endings: Counter[str] = Counter()
+    for seed in range(first, first + 500):
+        if (one := shared_scenario(seed)) is None:
+            continue
+        without = run_shell(one, checks=False)
+        assert (ending(without), without.problems) == ("finished", []), f"seed {seed}: {without}"
+        rng = random.Random(seed)
+        for fault in RandomClaimFaults(rng, one, without.sent).draw()[:1]:
+            if isinstance(fault, Pause):
+                continue
+            run = run_shell(replace(one, faults=(fault,)), checks=False)
+            endings[ending(run)] += 1
+            found = problems_of_shared(one, run, fault)
+            assert not found, f"seed {seed}, {fault}: {found[0]}"
+    assert set(endings) == {"finished", "aborted", "stalled"}
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_whichever_message_of_a_shared_forward_is_under_way_a_rank_that_dies_is_named(*, drops: bool) -> None:
+    one = next(each for seed in range(1000) if (each := shared_scenario(seed)) is not None and len(each.limits) == 2)
+    for time, message in run_shell(one, checks=False).sent:
+        if isinstance(message, ClaimMessageId):
+            for rank in (message.sender, message.receiver):
+                death = Death(rank, time, detection=0.5 * one.control_latency, drops=drops)
+                run = run_shell(replace(one, faults=(death,)), checks=False)
+                assert ending(run) == "aborted"
+                assert not problems_of_shared(one, run, death), death

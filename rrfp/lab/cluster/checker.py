@@ -75,6 +75,11 @@ class MemoryChecker:
             self._await_readers(task)
         return wrong
 
+    def num_free(self, virtual_stage: int) -> int | None:
+        """The slots that the staircase leaves to its forwards."""
+        kept = len(self._chunk_of) - 1 - self._chunk_of[virtual_stage]
+        return None if self._slots is None else self._slots - kept - self._counts.held
+
     @property
     def most_held(self) -> int | None:
         """The bound on D in this step."""
@@ -127,8 +132,15 @@ class RankChecker:
         visits_of: Callable[[StepId], Visits] = lambda step: Visits(step.microbatches),
         *,
         is_forced: bool = False,
+        # Where replicas share forwards, how many the rank has claimed and not begun at most; 0: they do not.
+        claims: int = 0,
     ) -> None:
         self.memory = MemoryChecker(graph, rank.stage, limit, most_bytes, is_forced=is_forced)
+        self._most_claims = claims
+        #: Forwards of this step that it has claimed and not begun, and which no other copy runs.
+        self._claimed: set[Task] = set()
+        #: By step, the forwards that other copies run, as it has heard; messages may come before the step opens.
+        self._elsewhere: dict[int, set[Task]] = {}
         self.step: StepId | None = None
         self._rank = rank
         self._graph = graph
@@ -150,6 +162,7 @@ class RankChecker:
     def open(self, step: StepId) -> None:
         self.step = step
         self._present, self._completed = self._early.pop(step.number, set()), set()
+        self._claimed.clear()
         self.memory.open(step, self._visits_of(step))
 
     def arrive(self, step: StepId, task: Task) -> None:
@@ -177,8 +190,31 @@ class RankChecker:
             if source not in self._present:
                 self.object_to(f"started {task} before {source}")
         self._present.add(task)
+        self._claimed.discard(task)
         if wrong := self.memory.enqueue(task):
             self.object_to(wrong)
+
+    def claim(self, task: Task) -> None:
+        """The core claimed ``task``; with what it has, and its other claims, that must fit."""
+        assert self.step is not None, "no step was opened"
+        if task in self._claimed or task in self._present:
+            self.object_to(f"claimed {task} twice")
+        if task in self._elsewhere.get(self.step.number, ()):
+            return  # the grant came before the step was opened, and the core hears of it next
+        self._claimed.add(task)
+        # Claims of shallower chunks may wait, and do not count.
+        claimed = sum(other.virtual_stage >= task.virtual_stage for other in self._claimed)
+        free = self.memory.num_free(task.virtual_stage)
+        if claimed > self._most_claims:
+            self.object_to(f"has claimed {claimed} forwards, the most allowed is {self._most_claims}")
+        if free is not None and claimed > free:
+            self.object_to(f"has claimed {claimed} forwards and has room for {free}")
+
+    def granted(self, step: StepId, task: Task) -> None:
+        """Another copy runs ``task``, of ``step``."""
+        self._elsewhere.setdefault(step.number, set()).add(task)
+        if step == self.step:
+            self._claimed.discard(task)
 
     def complete(self, task: Task, num_bytes: int) -> None:
         """``task`` has completed, and left ``num_bytes`` for its microbatch."""
@@ -187,9 +223,20 @@ class RankChecker:
             self.object_to(wrong)
 
     def expected(self, step: StepId) -> set[Task]:
-        """What the rank has to run."""
+        """What the rank has to run; where replicas share forwards, on successive chunks all that it has begun."""
         visits = self._visits_of(step)
-        return {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
+        every = {*filter(visits.exists, self._graph.tasks(self._rank.stage, step.microbatches, step.mode))}
+        if not self._most_claims or step.mode is not Mode.TRAIN:
+            return every
+        own = {self._begins(task) for task in self._completed}
+        return {task for task in every if self._begins(task) in own}
+
+    def _begins(self, task: Task) -> tuple[int, int]:
+        """The microbatch, and the first virtual stage from which on all are on this stage."""
+        first, stage_of = task.virtual_stage, self._graph.stage_of
+        while first and stage_of[first - 1] == stage_of[first]:
+            first -= 1
+        return task.microbatch, first
 
     def finish(self, step: StepId) -> None:
         """The core says that ``step`` is done."""
@@ -206,22 +253,3 @@ class RankChecker:
 
     def _runs_here(self, task: Task) -> bool:
         return self._graph.stage_of[task.virtual_stage] == self._rank.stage
-
-
-class PoolChecker(RankChecker):
-    """Checks a rank of replicas that share forwards: of a microbatch on successive chunks it runs all or nothing."""
-
-    def expected(self, step: StepId) -> set[Task]:
-        """What the rank has to run: all of what it has begun."""
-        every = super().expected(step)
-        if step.mode is not Mode.TRAIN:
-            return every
-        own = {self._begins(task) for task in self._completed}
-        return {task for task in every if self._begins(task) in own}
-
-    def _begins(self, task: Task) -> tuple[int, int]:
-        """The microbatch, and the first virtual stage from which on all are on this stage."""
-        first, stage_of = task.virtual_stage, self._graph.stage_of
-        while first and stage_of[first - 1] == stage_of[first]:
-            first -= 1
-        return task.microbatch, first

@@ -27,7 +27,7 @@ from rrfp.lab.cluster.coordination import CoordinationName
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
-from rrfp.model.tasks import StepId, Task
+from rrfp.model.tasks import Mode, StepId, Task
 
 NodeT = TypeVar("NodeT", bound=Node)
 
@@ -122,6 +122,9 @@ class Cluster(ABC, Generic[NodeT]):
         takes_offers: bool = False,
         # How large each microbatch is, for hints that ask; None: unknown.
         sizes: tuple[float, ...] | None = None,
+        # Whether replicas share the forwards of training steps. Then all ranks exchange reports between two steps, so
+        # they are at most a step apart.
+        shares: bool = False,
     ) -> None:
         self.nodes = tuple(nodes)
         self.steps = steps
@@ -130,6 +133,9 @@ class Cluster(ABC, Generic[NodeT]):
             RankGroup(self.nodes[first : first + members], coupled=coupled) for first in range(0, len(nodes), members)
         ]
         self._sizes = sizes
+        self._sharers = RankGroup(self.nodes, coupled=False) if shares else None
+        #: Where replicas share forwards, the rank that has begun a task of a microbatch on a virtual stage in a step.
+        self._takers: dict[tuple[int, int, int], Rank] = {}
         self._ranks_per_stage = sum(node.rank.stage == 0 for node in nodes)
         for node in self.nodes:
             self._join_group(node, depth, coordination if members > 1 else None, takes_offers=takes_offers)
@@ -215,6 +221,10 @@ class Cluster(ABC, Generic[NodeT]):
     def group_of(self, node: NodeT) -> RankGroup[NodeT]:
         return self.groups[node.rank // self.members]
 
+    def opens_with(self, node: NodeT) -> RankGroup[NodeT]:
+        """The ranks that ``node`` waits for before it opens a step."""
+        return self._sharers or self.group_of(node)
+
     def open_step(self, node: NodeT) -> None:
         """``node`` opens its next step, after its group has opened the last one."""
         step = self.steps[node.num_opened]
@@ -222,7 +232,7 @@ class Cluster(ABC, Generic[NodeT]):
         if node.agreement is not None:
             node.agreement.open_step(step)
         self.notify(node, self.opened_on(node, step))
-        self.allow_step(self.group_of(node).take_waiting())
+        self.allow_step(self.opens_with(node).take_waiting())
 
     def opened_on(self, node: NodeT, step: StepId) -> ev.StepOpened:
         """The event that opens ``step`` on ``node``."""
@@ -255,6 +265,8 @@ class Cluster(ABC, Generic[NodeT]):
                 node.pauses.begun_reported(content)
         elif isinstance(content, ev.Arrived):
             node.checker.arrive(content.step, content.task)
+        elif isinstance(content, ev.Granted) and content.copy != node.rank.replica:
+            node.checker.granted(content.step, content.task)
         elif isinstance(content, ev.Consumed) and content.step == node.step_or_none:
             node.checker.memory.consume(content.task, content.peer)
         self.notify(node, content)
@@ -280,6 +292,10 @@ class Cluster(ABC, Generic[NodeT]):
         """``task`` must be one that may run now, on all followers too."""
         group = self.group_of(node)
         node.checker.enqueue(task)
+        if self._sharers is not None and node.step.mode is Mode.TRAIN:
+            taker = self._takers.setdefault((node.step.number, *task[1:]), node.rank)
+            if taker != node.rank:
+                node.checker.object_to(f"runs {task}, whose microbatch {taker.name} runs")
         if node.leader_protocol is not None and node.rank.member == 0:
             for follower in group.nodes[1:]:
                 if lacks := follower.checker.lacks(task, node.step):
@@ -329,9 +345,12 @@ class Cluster(ABC, Generic[NodeT]):
             case ev.Offer(task):
                 self._tell(node, self._copies_of(task), ev.Offered(node.step, task, node.rank.replica))
             case ev.Claim(task, copy):
+                node.checker.claim(task)
                 holder = self._counterpart(node, self._holding_stage(task), copy)
                 self._tell(node, (holder,), ev.Claimed(node.step, task, node.rank.replica))
             case ev.Grant(task, copy):
+                if copy == node.rank.replica and task.virtual_stage == 0:  # its caller's: it asks itself
+                    node.checker.claim(task)
                 others = [rank for rank in self._copies_of(task) if rank != node.rank]
                 hear = [rank for rank in others if rank.replica != copy]
                 self._tell(node, hear, ev.Granted(node.step, task, copy))

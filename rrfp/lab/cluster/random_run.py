@@ -22,7 +22,7 @@ from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore
 from rrfp.core.waiting import describe, wait_line
-from rrfp.lab.cluster.checker import PoolChecker, RankChecker
+from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import ClaimMessage, Cluster, Envelope
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
@@ -91,22 +91,32 @@ class RandomRun(Cluster[Node]):
 
         def node(rank: Rank) -> Node:
             limit, is_forced = limits[rank.stage], bool(in_order)
-            make_checker = RankChecker if replicas == 1 else PoolChecker
-            checker = make_checker(rank, graph, limit, visits_of=self._visits_of, is_forced=is_forced)
+            checker = RankChecker(
+                rank,
+                graph,
+                limit,
+                visits_of=self._visits_of,
+                is_forced=is_forced,
+                claims=claims if replicas > 1 else 0,
+            )
             return Node(rank, core(rank), checker)
 
         nodes = [node(rank) for rank in ranks_of(len(limits), replicas, members)]
         # When a task begins is of no interest here, so lanes need not meet: `_may_end` couples their ends.
         super().__init__(
-            nodes, members=members, depth=depth, coordination="leader", coupled=False, takes_offers=takes_offers
+            nodes,
+            members=members,
+            depth=depth,
+            coordination="leader",
+            coupled=False,
+            takes_offers=takes_offers,
+            shares=replicas > 1,
         )
         self._mesh = Mesh((("pp", len(limits)), ("dp", replicas), ("tp", members)))
         self._replicas, self._claims, self._paces = replicas, claims, paces
         #: By step, where replicas share forwards: whose caller has each microbatch.
         self._homes: dict[int, tuple[int, ...]] = {}
         self._graph = graph
-        #: Ranks that wait for others to open the step before theirs.
-        self._opening: list[Node] = []
         self._is_coupled = coupled and members > 1
         self._random = random.Random(seed)
         self._depth = depth
@@ -261,23 +271,10 @@ class RandomRun(Cluster[Node]):
         if most is not None and held > most:
             node.checker.object_to(f"counts {held} chunk tasks, the limit is {most}")
 
-    def open_step(self, node: Node) -> None:
-        """Replicas that share forwards are at most a step apart, since all ranks exchange reports."""
-        if self._replicas == 1:
-            super().open_step(node)
-            return
-        self._opening.append(node)
-        least = min(other.num_opened for other in self.nodes)
-        while may := [each for each in self._opening if each.num_opened == least]:
-            self._opening = [each for each in self._opening if each not in may]
-            for each in may:
-                super().open_step(each)
-            least = min(other.num_opened for other in self.nodes)
-
     def finish_step(self, node: Node) -> None:
         """The next step follows, at some time."""
         super().finish_step(node)
-        if node.num_finished < len(self.steps) and self.group_of(node).may_open(node):
+        if node.num_finished < len(self.steps) and self.opens_with(node).may_open(node):
             self.allow_step([node])
 
     def bytes_held(self, node: Node, task: Task) -> int:

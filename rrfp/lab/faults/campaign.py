@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.core.stage_core import StageCore
+from rrfp.errors import Origin
 from rrfp.hints.registry import HintSpec
 from rrfp.lab.cluster.ranks import name_of_rank, stage_of_rank
 from rrfp.lab.faults.checker import REQUIRED, Ending
 from rrfp.lab.faults.cluster import CoreFactory, FaultCluster
 from rrfp.lab.faults.deadlock_report import DeadlockReport
-from rrfp.lab.faults.faults import AnyId, Death, GroupMessageId, MessageFault, name_of
+from rrfp.lab.faults.faults import AnyId, ClaimMessageId, Death, GroupMessageId, MessageFault, name_of
 from rrfp.lab.faults.random_scenario import make_scenario
 from rrfp.lab.faults.scenario import Scenario
 
@@ -61,6 +62,10 @@ def run_scenario(
 
 def _problems(scenario: Scenario, cluster: FaultCluster, ending: Ending, text: str) -> Iterator[str]:
     yield from cluster.violations
+    if scenario.shared is not None and len(scenario.faults) > 1:
+        # Who runs what depends on what went wrong before, and so does which messages there are.
+        applied = [f for f in scenario.faults if not isinstance(f, MessageFault) or f in cluster.network.applied]
+        scenario = replace(scenario, faults=tuple(applied))
     if ending not in allowed_endings(scenario) and ending is not Ending.UNFIT:
         faults = ", ".join(map(name_of, scenario.faults)) or "no fault"
         yield f"with {faults} it must not end {ending}: {text}"
@@ -99,7 +104,9 @@ def _of_a_finish(scenario: Scenario, cluster: FaultCluster) -> Iterator[str]:
 
 def _is_missed_by_nobody(message: AnyId) -> bool:
     """Whether nothing may wait for ``message``."""
-    # Most of what a follower holds only makes its leader count better.
+    # Most of what a follower holds only makes its leader count better. A forward may be claimed by another copy, too.
+    if isinstance(message, ClaimMessageId):
+        return message.sort == "claim"
     return isinstance(message, GroupMessageId) and message.kind is GroupMessageKind.HELD
 
 
@@ -124,11 +131,17 @@ def _of_a_stall(cluster: FaultCluster, text: str) -> Iterator[str]:
 def _of_an_abort(scenario: Scenario, cluster: FaultCluster, ending: Ending, text: str) -> Iterator[str]:
     dead = [fault.rank for fault in scenario.faults if isinstance(fault, Death)]
     first = cluster.failures.first
-    if ending is Ending.ABORTED and (first is None or first[1].stage != stage_of_rank(dead[0])):
+    if ending is Ending.ABORTED and (first is None or not _is_origin(dead[0], first[1])):
         yield f"{name_of_rank(dead[0])} died, and the pipeline was {text}"
     for node in cluster.nodes:
         if node.origin is None and node.rank not in dead:
             yield f"{node.rank.name} was never notified that the pipeline ended"
+        if node.origin is not None and first is not None and len(scenario.faults) == 1 and node.origin != first[1]:
+            yield f"{node.rank.name} was {Ending.ABORTED} by {node.origin}, and the pipeline {text}"
+
+
+def _is_origin(rank: int, origin: Origin) -> bool:
+    return origin.stage == stage_of_rank(rank) and origin.rank in (None, int(rank))
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.lab.cluster.ranks import Rank, stage_of_rank
-from rrfp.lab.faults.faults import AnyId, Channel
+from rrfp.lab.faults.faults import AnyId, Channel, ClaimMessageId
 from rrfp.lab.faults.network import Parcel
 from rrfp.model.tasks import StepId
 
@@ -29,8 +29,8 @@ class ContractViolation:
 class MessageChecker:
     """Which messages keep the transport's contract as one rank receives them, by the contract alone.
 
-    Entries of the log and messages of rounds of agreement come in order, each once. Outputs, credits and reports name
-    their task and are in no order, but come once.
+    Entries of the log and messages of rounds of agreement come in order, each once. Outputs, credits, reports and what
+    replicas say to share forwards name their task and come once, and in no order but that a grant follows its offer.
     """
 
     def __init__(self) -> None:
@@ -67,25 +67,36 @@ class MessageChecker:
         if self.is_early(parcel):
             self._early.append(parcel)
             return None
-        if self._is_idle_report(parcel):
+        if self._is_idle(parcel):
             return None
         if parcel.step != self._step or (self._is_over and _is_for_core(parcel)):
             return ContractViolation(parcel, "belongs to another step", _words(parcel, f"step {parcel.step.number}"))
         content = parcel.content
         if isinstance(content, GroupMessage) and content.kind not in _REPORTS:
             return self._out_of_order(parcel, content.kind)
+        if isinstance(parcel.id, ClaimMessageId) and self._lacks_offer(parcel.id):
+            words = (f"microbatch {parcel.id.about.microbatch}", "before it was offered")
+            return ContractViolation(parcel, "overtook its offer, or that was lost", words)
         return self._repeated(parcel)
 
-    def _is_idle_report(self, parcel: Parcel) -> bool:
-        """Whether it reports bytes of a step that the leader has ended."""
+    def _is_idle(self, parcel: Parcel) -> bool:
+        """Whether it reports bytes, or claims a forward, of a step that the rank has ended."""
         content, step = parcel.content, self._step
         is_of_bytes = isinstance(content, GroupMessage) and content.kind is GroupMessageKind.HELD
-        return is_of_bytes and step is not None and parcel.step.number < step.number + self._is_over
+        may_be_late = is_of_bytes or isinstance(content, ev.Claimed)
+        return may_be_late and step is not None and parcel.step.number < step.number + self._is_over
+
+    def _lacks_offer(self, message: ClaimMessageId) -> bool:
+        """Whether it grants a forward that has not been offered; those of the first stage need not be."""
+        is_offered = message.sort == "grant" and message.about.virtual_stage > 0
+        return is_offered and replace(message, sort="offer") not in self._seen
 
     def _repeated(self, parcel: Parcel) -> ContractViolation | None:
         if parcel.id not in self._seen:
             self._seen.add(parcel.id)
             return None
+        if isinstance(parcel.id, ClaimMessageId):
+            return ContractViolation(parcel, "arrived twice", (f"microbatch {parcel.id.about.microbatch}",))
         is_credit = isinstance(parcel.content, ev.Consumed)
         return ContractViolation(parcel, "arrived twice", _words(parcel) if is_credit else (_task(parcel), "twice"))
 
@@ -147,6 +158,8 @@ _STALLED = frozenset({Ending.STALLED})
 #: that a follower reports, the leader waits for those of a forward of a new signature; without others it counts too
 #: little, and transports lose nothing.
 #: The log and the rounds of an agreement are in order, and come to a stand at what is missing.
+#: Of what replicas say to share forwards, a grant that comes before its offer is refused. Nobody waits for a claim
+#: where another copy is given the forward, and one that comes after the step of the rank that has it is late as well.
 REQUIRED: Mapping[str, frozenset[Ending]] = {
     "spike": _FINISHED,
     "pause": _FINISHED,
@@ -158,6 +171,9 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "lose bytes": _FINISHED | _STALLED,
     "lose proposal": _STALLED,
     "lose outcome": _REFUSED | _STALLED,
+    "lose offer": _REFUSED | _STALLED,
+    "lose claim": _FINISHED | _STALLED,
+    "lose grant": _STALLED,
     "duplicate": _REFUSED,
     "duplicate credit": _REFUSED,
     "duplicate order": _REFUSED,
@@ -165,6 +181,9 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "duplicate bytes": _REFUSED | _FINISHED,
     "duplicate proposal": _REFUSED,
     "duplicate outcome": _REFUSED,
+    "duplicate offer": _REFUSED,
+    "duplicate claim": _REFUSED | _FINISHED,
+    "duplicate grant": _REFUSED,
     "swap": _FINISHED,
     "swap credit": _FINISHED,
     "swap order": _REFUSED | _FINISHED,
@@ -172,6 +191,9 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "swap bytes": _FINISHED,
     "swap proposal": _FINISHED,
     "swap outcome": _REFUSED | _FINISHED,
+    "swap offer": _REFUSED | _FINISHED,
+    "swap claim": _FINISHED,
+    "swap grant": _FINISHED,
     "delay": _FINISHED,
     "delay credit": _FINISHED,
     "delay order": _REFUSED | _FINISHED,
@@ -179,6 +201,9 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "delay bytes": _FINISHED,
     "delay proposal": _FINISHED,
     "delay outcome": _REFUSED | _FINISHED,
+    "delay offer": _REFUSED | _FINISHED,
+    "delay claim": _FINISHED,
+    "delay grant": _FINISHED,
     "delay copy": _REFUSED,
     "delay copy credit": _REFUSED,
     "delay copy order": _REFUSED,
@@ -186,4 +211,7 @@ REQUIRED: Mapping[str, frozenset[Ending]] = {
     "delay copy bytes": _FINISHED,
     "delay copy proposal": _REFUSED,
     "delay copy outcome": _REFUSED,
+    "delay copy offer": _REFUSED,
+    "delay copy claim": _FINISHED,
+    "delay copy grant": _REFUSED,
 }

@@ -43,7 +43,15 @@ class FaultChecker(RankChecker):
         # held from its chunk on. In a forced order so may the lowest microbatch of each.
         extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
         most_bytes = None if limit.bytes is None else limit.bytes + extra
-        super().__init__(rank, graph, limit, most_bytes, scenario.visits_of, is_forced=bool(scenario.in_order))
+        super().__init__(
+            rank,
+            graph,
+            limit,
+            most_bytes,
+            scenario.visits_of,
+            is_forced=bool(scenario.in_order),
+            claims=0 if scenario.shared is None else scenario.shared.depth,
+        )
         self.violations: list[str] = []
 
     def object_to(self, what: str) -> None:
@@ -70,15 +78,20 @@ class FaultNode(Node):
     def __init__(self, rank: Rank, core: StageCore, scenario: Scenario) -> None:
         super().__init__(rank, core, FaultChecker(rank, scenario))
         self.messages = MessageChecker()
-        self.values = StageValues(scenario.graph, rank.salt)
-        self._visits_of = scenario.visits_of
+        self.values = StageValues(scenario.graph)
+        self._scenario = scenario
         self.running = 0
         self.sums: dict[int, int] = {}
 
     def open_step(self, step: StepId) -> None:
         """Its next step begins, on nothing."""
         super().open_step(step)
-        self.values.open_step(self._visits_of(step))
+        scenario, rank = self._scenario, self.rank
+        salts: Sequence[int | None] = scenario.salts_of(step, rank)
+        pool = scenario.pool_of(step, rank)
+        if pool is not None and not rank.stage:  # what other callers passed comes with the grant
+            salts = [salt if home == rank.replica else None for salt, home in zip(salts, pool.homes, strict=True)]
+        self.values.open_step(scenario.visits_of(step), salts)
         self.sums = {}
 
 
@@ -227,17 +240,20 @@ class FaultCluster(TimedCluster[FaultNode]):
             coupled=parallelism.coupled,
             takes_offers=scenario.takes_offers,
             sizes=scenario.sizes,
+            shares=scenario.shared is not None,
         )
         self.failures = Failures(self.nodes, self.queue, scenario.control_latency, len(scenario.steps), self._report)
-        self._reference = cache(lambda step, salt: Reference(scenario.graph, step, salt, scenario.visits_of(step)))
+        self._reference = cache(lambda step, salts: Reference(scenario.graph, step, salts, scenario.visits_of(step)))
         #: By step, virtual stage, stage and member: the gradients of the replicas that have come to their sum.
         self._gradients: dict[tuple[int, ...], list[tuple[FaultNode, int]]] = {}
         self._breach: ContractViolation | None = (
             None  # how the event that a core receives next breaks the contract, if it does
         )
 
-    def opened(self, step: StepId) -> ev.StepOpened:
-        return replace(super().opened(step), visits=self._scenario.visits_of(step))
+    def opened_on(self, node: FaultNode, step: StepId) -> ev.StepOpened:
+        """With the visits, and the pool of forwards where replicas share them."""
+        scenario = self._scenario
+        return replace(self.opened(step), visits=scenario.visits_of(step), pool=scenario.pool_of(step, node.rank))
 
     def _node(self, rank: Rank, make_core: CoreFactory) -> FaultNode:
         scenario, parallelism = self._scenario, self._parallelism
@@ -287,7 +303,7 @@ class FaultCluster(TimedCluster[FaultNode]):
 
     def _open(self, rank: int, _: None) -> None:
         node = self.nodes[rank]
-        if node.origin is None and self.group_of(node).may_open(node):
+        if node.origin is None and self.opens_with(node).may_open(node):
             self.open_step(node)
 
     def open_step(self, node: FaultNode) -> None:
@@ -295,16 +311,16 @@ class FaultCluster(TimedCluster[FaultNode]):
         step = self.steps[node.num_opened]
         self._report(node, "opens", step)
         node.open_step(step)
-        node.checker.reference = self._reference(step, node.rank.salt)
+        node.checker.reference = self._reference(step, self._scenario.salts_of(step, node.rank))
         from_group, early = node.messages.open_step(step)
         if node.agreement is not None:
             open_step = partial(node.agreement.open_step, step)
             self.failures.accept(node, open_step, f"the early messages of {step}", from_group)
         if node.origin is None:
             self._breach = early
-            self.apply(node, self.opened(step))
+            self.apply(node, self.opened_on(node, step))
         self._put_now(self.network.step_opened(node.rank, step.number))
-        self.allow_step(self.group_of(node).take_waiting())
+        self.allow_step(self.opens_with(node).take_waiting())
 
     def allow_step(self, nodes: Sequence[FaultNode]) -> None:
         """They open it now, but for one that was aborted."""
@@ -316,8 +332,11 @@ class FaultCluster(TimedCluster[FaultNode]):
         self._report(node, "ends", node.step)
         super().finish_step(node)
         node.messages.finish_step()
-        salts = map(node.rank.salt_in, range(self._parallelism.replicas))
-        replicas = [self._reference(node.step, salt).gradients for salt in salts]
+        pool = self._scenario.pool_of(node.step, node.rank)
+        copies = [n.rank for n in self.nodes if n.rank.member == node.rank.member and n.rank.stage == node.rank.stage]
+        # Together the copies of a pool run what the reference has, else each of them all of it.
+        summed = copies if pool is None else copies[:1]
+        replicas = [self._reference(node.step, self._scenario.salts_of(node.step, rank)).gradients for rank in summed]
         virtual_stages = self._scenario.graph.placement.virtual_stages(node.rank.stage)
         expected = {v: sum(gradients.get(v, 0) for gradients in replicas) for v in virtual_stages}
         node.checker.compare_gradients(node.sums, expected)
@@ -344,7 +363,7 @@ class FaultCluster(TimedCluster[FaultNode]):
             except MissingInputError as error:
                 self.failures.violations.append(f"{node.rank.name}: {error}, in {node.step}")
             # As a lane would measure it, to the last bit.
-            end = now + self._scenario.durations[task.kind][task.virtual_stage][task.microbatch]
+            end = now + self._scenario.seconds(node.rank, task)
             self.queue.put(end, node.rank, self._complete, end - now)
 
     def _complete(self, rank: int, seconds: float) -> None:
@@ -398,6 +417,8 @@ class FaultCluster(TimedCluster[FaultNode]):
             value = sender.values.output(content.task)
             latency = self._scenario.latency(content, packet.sender.member)
             content = ev.Arrived(content.step, content.task, consumed=content.consumed)
+        elif (microbatch := _given(packet)) is not None:
+            value = sender.values.salts[microbatch] or 0
         parcel = Parcel(message, number, packet._replace(content=content), value)
         self._put(self.network.send(parcel, self.queue.now, latency))
 
@@ -436,6 +457,8 @@ class FaultCluster(TimedCluster[FaultNode]):
         breach = node.messages.judge(parcel) if node.origin is None else None
         self._breach = None if is_for_arbiter else breach
         assert parcel.packet is not None, f"{parcel.id} has no content"
+        if (microbatch := _given(parcel.packet)) is not None and content.step == node.step_or_none:
+            node.values.salts[microbatch] = parcel.value
         self.failures.accept(node, partial(self.deliver, parcel.packet), parcel.id, breach if is_for_arbiter else None)
 
     # What a core takes in, and what it must refuse.
@@ -458,3 +481,10 @@ class FaultCluster(TimedCluster[FaultNode]):
     def _report(self, node: FaultNode, what: str, about: object) -> None:
         if self._trace is not None:
             self._trace(f"{self.queue.now:10.4f}  {node.rank.name} {what} {about}")
+
+
+def _given(packet: Envelope) -> int | None:
+    """The microbatch whose forward it grants to its receiver, with what the sender's caller passed for it."""
+    content = packet.content
+    is_own = isinstance(content, ev.Granted) and content.copy == packet.receiver.replica
+    return content.task.microbatch if is_own and content.task is not None else None

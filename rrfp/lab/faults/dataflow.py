@@ -7,7 +7,7 @@ input anywhere therefore differs from `reference`, which knows no schedule and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, F, Mode, StepId, Task
@@ -22,7 +22,7 @@ class MissingInputError(Exception):
 
 def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int:
     """What ``task`` computes from the values that it reads, in graph order."""
-    # Ranks have salts: replicas have other data, members of a group other shards.
+    # Microbatches have salts: replicas have other data, members of a group other shards.
     # A hash of a tuple of integers is the same in every process; only hashes of text are not.
     return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, salt, *read))
 
@@ -33,9 +33,10 @@ def adds_to_gradient(graph: TaskGraph, task: Task) -> bool:
 
 
 class Reference:
-    """The value of every task of a step, straight from the graph."""
+    """The value of every task of a step, straight from the graph; ``salts`` are by microbatch."""
 
-    def __init__(self, graph: TaskGraph, step: StepId, salt: int = 0, visits: Visits | None = None) -> None:
+    def __init__(self, graph: TaskGraph, step: StepId, salts: Sequence[int] = (), visits: Visits | None = None) -> None:
+        salts = salts or (0,) * step.microbatches
         exists = (Visits(step.microbatches) if visits is None else visits).exists
         self.values: dict[Task, int] = {}
         #: By virtual stage: the sum over its microbatches.
@@ -52,7 +53,7 @@ class Reference:
                 if not exists(task):
                     continue
                 read = tuple([values[source] for source in graph.inputs(task) if exists(source)])
-                values[task] = value_of(step.number, task, read, salt)
+                values[task] = value_of(step.number, task, read, salts[m])
                 if adds_to_gradient(graph, task):
                     self.gradients[v] += values[task]
 
@@ -60,9 +61,10 @@ class Reference:
 class StageValues:
     """The values of one rank, as mailbox and activations would hold them."""
 
-    def __init__(self, graph: TaskGraph, salt: int = 0) -> None:
+    def __init__(self, graph: TaskGraph) -> None:
         self._graph = graph
-        self._salt = salt
+        #: By microbatch, the salt of what a caller passed for it; None where that is still to come.
+        self.salts: list[int | None] = []
         #: Outputs, of this rank and received; the core says when they are dropped.
         self._outputs: dict[Task, int] = {}
         #: Activations and input gradients that later tasks of the same virtual stage read.
@@ -77,9 +79,10 @@ class StageValues:
         """By virtual stage: the sum so far."""
         return self._gradients
 
-    def open_step(self, visits: Visits) -> None:
+    def open_step(self, visits: Visits, salts: Sequence[int | None]) -> None:
         """Nothing of the last step is left, and what came early counts."""
         self._visits = visits
+        self.salts = [*salts]
         self._outputs = dict(self._early)
         self._early = []
         self._kept = {}
@@ -106,7 +109,9 @@ class StageValues:
             if source not in held:
                 raise MissingInputError(f"{task} ran without {source}")
             read.append(held[source])
-        return value_of(step, task, tuple(read), self._salt)
+        if (salt := self.salts[task.microbatch]) is None:
+            raise MissingInputError(f"{task} ran without what the caller passed for it")
+        return value_of(step, task, tuple(read), salt)
 
     def keep(self, task: Task, value: int) -> None:
         """``task`` is done: keep its output, and add to its gradient."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.core.claims import Sharing
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
 from rrfp.lab.cluster.node import Node
-from rrfp.lab.cluster.ranks import name_of_rank
-from rrfp.lab.faults.faults import AnyId, GroupMessageId, MessageId
-from rrfp.model.tasks import StepId, Task
+from rrfp.lab.cluster.ranks import Rank, name_of_rank
+from rrfp.lab.faults.faults import AnyId, ClaimMessageId, ClaimSort, GroupMessageId, MessageId
+from rrfp.model.tasks import F, StepId, Task
 from rrfp.model.topology import Topology
 
 
@@ -78,6 +79,9 @@ class DeadlockReport:
         step = node.step_or_none
         if step is None:
             return
+        if node.core.step is not None and node.core.step.sharing is not None:
+            yield from self._shared(node, step, node.core.step.sharing)
+            return
         yield from self._outputs(node, step)
         yield from self._credits(node, step)
         core, rank = node.core, node.rank
@@ -107,6 +111,57 @@ class DeadlockReport:
                 sender = self._at[stage, rank.replica, rank.member]
                 message = MessageId(step.number, source, sender.rank, rank)
                 yield Debt(message, self._has_run(sender, step, [source]))
+
+    def _shared(self, node: Node, step: StepId, sharing: Sharing) -> Iterator[Debt]:
+        """Outputs, and what is said of forwards, where replicas share them."""
+        rank = node.rank
+        ((virtual_stage, claims),) = sharing.claims.items()
+
+        def debt(sort: ClaimSort, forward: Task, sender: Node, receiver: Node) -> Debt:
+            return Debt(ClaimMessageId(step.number, sort, forward, sender.rank, receiver.rank), was_sent=True)
+
+        for m in range(step.microbatches):
+            forward = Task(F, m, virtual_stage)
+            producer = forward._replace(virtual_stage=virtual_stage - 1)
+            home = self._at[0, sharing.pool.homes[m], rank.member]
+            holder = self._runner(step, producer) if virtual_stage else home
+            if holder is not None and holder.step_or_none is not None and holder.step.number >= step.number:
+                taker = self._taker(step, holder, forward)
+                if claims.holders[m] < 0:
+                    yield debt("offer", forward, holder, node)
+                if taker is None and claims.is_asked(m):
+                    yield debt("claim", forward, node, holder)
+                elif taker is node and claims.is_asked(m) and virtual_stage:
+                    yield Debt(MessageId(step.number, producer, holder.rank, rank), was_sent=True)
+                elif taker is not None and claims.takers[m] < 0:
+                    yield debt("grant", forward, holder, node)
+            for source in self._owed(rank, m) if claims.is_own(m) else ():
+                if (sender := self._runner(step, source._replace(kind=F))) is not None:
+                    message = MessageId(step.number, source, sender.rank, rank)
+                    yield Debt(message, self._has_run(sender, step, [source]))
+
+    def _owed(self, rank: Rank, microbatch: int) -> list[Task]:
+        """What tasks of ``microbatch`` on ``rank`` wait for from other stages."""
+        where = self._nodes[0].core.graph.placement.stage_of
+        entries = [entry for task, entry in self._waiting[rank].items() if task.microbatch == microbatch]
+        sources = {source for entry in entries for source in entry.absent}
+        return sorted(source for source in sources if where(source.virtual_stage) != rank.stage)
+
+    def _runner(self, step: StepId, forward: Task) -> Node | None:
+        """The rank that has run ``forward``, of all copies of its stage."""
+        stage = self._nodes[0].core.graph.placement.stage_of(forward.virtual_stage)
+        copies = [n for n in self._nodes if n.rank.stage == stage and n.num_opened > step.number]
+        return next((n for n in copies if forward in n.orders[step.number] and forward not in n.lane), None)
+
+    def _taker(self, step: StepId, holder: Node, forward: Task) -> Node | None:
+        """The rank that ``holder``, which has the input of ``forward``, gave it to."""
+        if holder.step != step:  # it has ended the step, so all was given
+            return self._runner(step, forward)
+        assert holder.core.step is not None
+        assert holder.core.step.sharing is not None
+        copy = holder.core.step.sharing.taker_of(forward)
+        stage = self._nodes[0].core.graph.placement.stage_of(forward.virtual_stage)
+        return None if copy < 0 else self._at[stage, copy, holder.rank.member]
 
     def _credits(self, node: Node, step: StepId) -> Iterator[Debt]:
         core, rank = node.core, node.rank

@@ -10,12 +10,13 @@ A transport promises that each channel of a peer is a FIFO that delivers every m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rrfp.arbiter.group_messages import GroupMessageKind
 from rrfp.lab.cluster.ranks import name_of_rank
 from rrfp.model.tasks import Task
 
-#: A FIFO: sender, receiver, and what travels there: "F", "B", "credit" or "group".
+#: A FIFO: sender, receiver, and what travels there: "F", "B", "credit", "claims" or "group".
 Channel = tuple[int, int, str]
 
 
@@ -76,8 +77,35 @@ class GroupMessageId:
         return f"{self.sort} {self.about} {_way(self.sender, self.receiver)} in step {self.step}"
 
 
+#: What a message says of a forward.
+ClaimSort = Literal["offer", "claim", "grant"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimMessageId:
+    """One message by which replicas share forwards."""
+
+    #: Number of the step that it belongs to.
+    step: int
+    sort: ClaimSort
+    #: The forward.
+    about: Task
+    #: The rank that sends it.
+    sender: int
+    #: The rank that it goes to.
+    receiver: int
+
+    @property
+    def channel(self) -> Channel:
+        """The FIFO of all that one rank says to another of forwards."""
+        return self.sender, self.receiver, "claims"
+
+    def __str__(self) -> str:
+        return f"{self.sort} {self.about} {_way(self.sender, self.receiver)} in step {self.step}"
+
+
 #: What travels between ranks.
-AnyId = MessageId | GroupMessageId
+AnyId = MessageId | GroupMessageId | ClaimMessageId
 
 _SORTS = {
     GroupMessageKind.READY: "report",

@@ -6,15 +6,17 @@ max(arrival of the one before, now + latency). The network knows messages and ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
-from rrfp.core.events import Consumed
-from rrfp.lab.cluster.cluster import Content, Envelope
+from rrfp.core.events import Claimed, Consumed, Granted, Offered
+from rrfp.lab.cluster.cluster import ClaimMessage, Content, Envelope
 from rrfp.lab.faults.faults import (
     AnyId,
     Channel,
+    ClaimMessageId,
+    ClaimSort,
     Delay,
     Duplicate,
     Fault,
@@ -52,10 +54,15 @@ class Parcel(NamedTuple):
         return self.content.step
 
 
+_CLAIM_SORTS: Mapping[type, ClaimSort] = {Offered: "offer", Claimed: "claim", Granted: "grant"}
+
+
 def identity_of(packet: Envelope) -> AnyId:
     """Which message of the run ``packet`` is."""
     sender, receiver, content = packet
     number = content.step.number
+    if isinstance(content, ClaimMessage):
+        return ClaimMessageId(number, _CLAIM_SORTS[type(content)], content.task, sender, receiver)
     if not isinstance(content, GroupMessage):
         return MessageId(number, content.task, sender, receiver, isinstance(content, Consumed))
     is_report = content.kind in (GroupMessageKind.READY, GroupMessageKind.HELD)
@@ -71,6 +78,8 @@ class FaultyNetwork:
         #: Messages, or copies, that are kept back: by `Swap` until the next of their channel is sent, by
         #: `Delay` until their receiver opens a later step.
         self.kept: list[tuple[MessageFault, Parcel]] = []
+        #: All that was sent, and when.
+        self.sent: list[tuple[float, AnyId]] = []
         #: Messages that never arrive.
         self.lost: list[AnyId] = []
         #: The faults that have had their chance.
@@ -91,6 +100,7 @@ class FaultyNetwork:
 
     def send(self, parcel: Parcel, now: float, latency: float) -> list[tuple[float, Parcel]]:
         """Send ``parcel``, for ``latency`` seconds but for spikes; returns arrivals."""
+        self.sent.append((now, parcel.id))
         channel = parcel.id.channel
         for spike in self._spikes:
             if channel[:2] == (spike.sender, spike.receiver) and spike.start <= now < spike.end:

@@ -18,8 +18,10 @@ from rrfp.errors import ConfigError
 from rrfp.hints.registry import HintSpec, create_hint, create_strict, hint_names
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.lab.explore.cases import random_visits
+from rrfp.lab.faults.cluster import FaultCluster
 from rrfp.lab.faults.faults import (
     AnyId,
+    ClaimMessageId,
     Death,
     Delay,
     Duplicate,
@@ -32,7 +34,7 @@ from rrfp.lab.faults.faults import (
     Spike,
     Swap,
 )
-from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario
+from rrfp.lab.faults.scenario import Parallelism, Rows, Scenario, SharedForwards
 from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES, Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
@@ -84,6 +86,10 @@ class RandomFaults:
         rng = self._rng
         if not self._sent and not self._parallelism.members > 1:
             return Pause(rng.choice(self._ranks), self._instant(), self._instant())
+        return self._any_fault()
+
+    def _any_fault(self) -> Fault:
+        rng = self._rng
         makers: list[Callable[[], Fault]] = [self._spike, self._pause, self._death, self._duplicate, self._delay]
         makers += [lambda: Lose(self._message())] * 2 + [lambda: Swap(self._message())]
         return rng.choice(makers)()
@@ -173,6 +179,35 @@ class RandomFaults:
         return any(where(source.virtual_stage) != where(task.virtual_stage) for source in self._graph.inputs(task))
 
 
+class RandomClaimFaults(RandomFaults):
+    """Where replicas share forwards, who sends what shows in a run without faults alone: ``sent`` there, and when."""
+
+    def __init__(self, rng: random.Random, scenario: Scenario, sent: Sequence[tuple[float, AnyId]]) -> None:
+        super().__init__(rng, scenario)
+        #: Messages by what they are, so that there are faults of each sort.
+        self._by_sort: dict[str, list[AnyId]] = {}
+        for _, message in sent:
+            self._by_sort.setdefault(message.sort, []).append(message)
+        self._moments = [time for time, message in sent if isinstance(message, ClaimMessageId)]
+        self._latency = scenario.control_latency
+
+    def _fault(self) -> Fault:
+        return self._any_fault()
+
+    def _instant(self) -> float:
+        """At times while something is said of a forward."""
+        if not self._moments or self._rng.random() < 0.5:
+            return super()._instant()
+        return self._rng.choice(self._moments) + self._rng.random() * self._latency
+
+    def _spike(self) -> Spike:
+        message, start = self._message(), self._instant()
+        return Spike(message.sender, message.receiver, start, start + self._instant(), self._instant() / 2)
+
+    def _message(self) -> AnyId:
+        return self._rng.choice(self._by_sort[self._rng.choice(list(self._by_sort))])
+
+
 def _horizon(scenario: Scenario) -> float:
     """About how long the run takes, so that faults fall into it."""
     durations, latencies, steps = scenario.durations, scenario.latencies, scenario.steps
@@ -188,6 +223,9 @@ _STRICT = "strict "
 
 #: The share of seeds whose graph is any, and no chain; there each stage has one rank. Drawn apart from all else.
 _BRANCHES = 0.2
+
+#: The share of seeds whose replicas share forwards, with one chunk a stage; drawn apart, too.
+_SHARED = 0.15
 
 #: Hints whose choice is a function of the ready set and of what ran: the only ones that must come to an agreement.
 _AGREEABLE = ("bf", "fb", "b-priority", "f-priority", "bfw")
@@ -212,12 +250,17 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         alone: each stage has one rank, whatever the seed says, and no limit is in bytes. So it is where the graph is no
             chain.
     """
-    shape, branches = random.Random(seed), random.Random(f"{seed} branches")
+    shape, branches, pool = random.Random(seed), random.Random(f"{seed} branches"), random.Random(f"{seed} pool")
     graph, has_branches = _graph(shape), branches.random() < _BRANCHES
     if has_branches:
         graph = _branches(branches)
-    stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     steps = _steps(shape)
+    may_share = not alone and not has_branches and any(step.mode is Mode.TRAIN for step in steps)
+    shares = may_share and pool.random() < _SHARED and (hint is None or not create_hint(hint).may_wait)
+    if shares:
+        number = pool.choice([1, 2, 2, 3])
+        graph = TaskGraph(Placement(number, 1), split=_split(pool, number))
+    stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     has_skips = branches.random() < has_branches / 2
     visits = random_visits(count, steps[0].microbatches, branches) if has_skips else None
     steps = steps[:1] if visits is not None and visits.are_partial else steps
@@ -228,14 +271,17 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     gaps = tuple([shape.choice([0.0, 1.0]) * shape.random() for _ in range(stages)])
     depth = shape.choice([1, 1, 2])
     sizes = tuple([float(shape.randint(1, 9)) for _ in range(most)]) if shape.random() < 0.5 else None
-    method, make_hint = _method(random.Random(f"{seed} method"), graph, steps)
+    method, make_hint = _method(random.Random(f"{seed} method"), graph, steps, may_wait=not shares)
     if hint is not None:
         method, make_hint = hint if isinstance(hint, str) else "the given hint", lambda stage: create_hint(hint)
     limits, in_order = _gates(shape, graph, most, may_wait=make_hint(0).may_wait)
+    in_order = frozenset() if shares else in_order
     together = random.Random(f"{seed} crew")
     alone = alone or has_branches
     parallelism = Parallelism() if alone else _parallelism(together, stages, most, may_agree=method in _AGREEABLE)
-    if any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
+    if shares:
+        parallelism = Parallelism(replicas=pool.choice([2, 2, 3]))
+    elif any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
         is_free = together.random() < 0.5
         limits = tuple([Limit(None if is_free else limit.microbatches, room) for limit in limits])
@@ -258,8 +304,20 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         parallelism=parallelism,
         takes_offers=_takes_offers(seed, depth, parallelism, limits),
         visits=visits if visits is not None and visits.are_partial else None,
+        shared=_shared(pool, stages, parallelism.replicas, steps) if shares else None,
     )
-    return replace(scenario, faults=RandomFaults(random.Random(f"{seed} faults"), scenario).draw())
+    rng = random.Random(f"{seed} faults")
+    if not shares:
+        return replace(scenario, faults=RandomFaults(rng, scenario).draw())
+    without = FaultCluster(scenario)
+    without.run()
+    return replace(scenario, faults=RandomClaimFaults(rng, scenario, without.network.sent).draw())
+
+
+def _shared(rng: random.Random, stages: int, copies: int, steps: Sequence[StepId]) -> SharedForwards:
+    homes = tuple([tuple([rng.randrange(copies) for _ in range(step.microbatches)]) for step in steps])
+    paces = tuple([tuple([rng.choice([1.0, 1.0, 2.0, 5.0]) for _ in range(copies)]) for _ in range(stages)])
+    return SharedForwards(homes, rng.choice([1, 1, 2, 3]), paces, are_known=rng.random() < 0.5)
 
 
 def _takes_offers(seed: int, depth: int, parallelism: Parallelism, limits: Sequence[Limit]) -> bool:
@@ -276,8 +334,13 @@ def _graph(rng: random.Random) -> TaskGraph:
     if count > 2 and rng.random() < 0.15:
         u = rng.randrange(count - 2)
         edges.append((u, rng.randrange(u + 2, count)))
+    return TaskGraph(placement, tuple(edges), _split(rng, count))
+
+
+def _split(rng: random.Random, count: int) -> tuple[bool, ...]:
+    """Which virtual stages split their backward."""
     share = rng.choice([0.0, 1.0, 0.5])
-    return TaskGraph(placement, tuple(edges), tuple([rng.random() < share for _ in range(count)]))
+    return tuple([rng.random() < share for _ in range(count)])
 
 
 def _branches(rng: random.Random) -> TaskGraph:
@@ -286,9 +349,7 @@ def _branches(rng: random.Random) -> TaskGraph:
     edges = tuple([(u, v) for v in range(count) for u in range(v) if rng.random() < density])
     drawn = [rng.randrange(4) for _ in range(count)]
     numbers = {stage: number for number, stage in enumerate(dict.fromkeys(drawn))}
-    share = rng.choice([0.0, 1.0, 0.5])
-    split = tuple([rng.random() < share for _ in range(count)])
-    return TaskGraph(TablePlacement(tuple([numbers[stage] for stage in drawn])), edges, split)
+    return TaskGraph(TablePlacement(tuple([numbers[stage] for stage in drawn])), edges, _split(rng, count))
 
 
 def _steps(rng: random.Random) -> tuple[StepId, ...]:
@@ -357,9 +418,11 @@ def _methods() -> tuple[str, ...]:
     return (*hint_names(), _RANDOM, _RANDOM, *(f"{_STRICT}{name}" for name in schedule_names()))
 
 
-def _method(rng: random.Random, graph: TaskGraph, steps: Sequence[StepId]) -> tuple[str, Callable[[int], Hint]]:
+def _method(
+    rng: random.Random, graph: TaskGraph, steps: Sequence[StepId], *, may_wait: bool
+) -> tuple[str, Callable[[int], Hint]]:
     """A method that fits: many schedules are for one chunk a stage."""
-    methods = _methods()
+    methods = [name for name in _methods() if may_wait or not name.startswith(_STRICT)]
     name = next(name for name in rng.sample(methods, len(methods)) if _fits(name, graph, steps))
     if name == _RANDOM:
         seeds = [rng.randrange(2**32) for _ in range(graph.placement.stages)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rrfp.core.events import Arrived
+from rrfp.core.events import Arrived, Pool
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.lab.cluster.coordination import CoordinationName
@@ -14,7 +14,7 @@ from rrfp.lab.faults.faults import Fault
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Placement, TablePlacement
-from rrfp.model.tasks import Kind, StepId
+from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.model.visits import Visits
 
 #: For each virtual stage, a number of seconds for each microbatch.
@@ -65,6 +65,29 @@ class Parallelism:
         return parts
 
 
+@dataclass(frozen=True, slots=True)
+class SharedForwards:
+    """How replicas share the forwards of training steps."""
+
+    #: By step and microbatch, the replica whose caller has it.
+    homes: tuple[tuple[int, ...], ...]
+    #: Forwards that a rank has claimed and not begun, at most.
+    depth: int = 1
+    #: By stage and copy, how many times longer its tasks take than is drawn.
+    paces: Rows = ()
+    #: Whether ranks know their paces.
+    are_known: bool = False
+
+    def describe(self) -> list[str]:
+        """How they do, in words."""
+        slow = [f"stage {s} replica {c} {pace:g}" for s, row in enumerate(self.paces) for c, pace in enumerate(row)]
+        times = [text for text in slow if not text.endswith(" 1")]
+        parts = [f"replicas share forwards, of which a rank claims {self.depth} ahead"]
+        if times:
+            parts.append(f"times slower{', as all know' if self.are_known else ''}: {', '.join(times)}")
+        return parts
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One run. Times are in seconds."""
@@ -100,6 +123,26 @@ class Scenario:
     #: What microbatches visit, in every step; None: all visit everything. There is one step otherwise: ranks
     #: that have nothing in common in a step may be any number of steps apart.
     visits: Visits | None = None
+    #: How replicas share forwards; None: they do not.
+    shared: SharedForwards | None = None
+
+    def pool_of(self, step: StepId, rank: Rank) -> Pool | None:
+        """How the copies of the stage of ``rank`` share the forwards of ``step``, if they do."""
+        shared = self.shared
+        if shared is None or step.mode is not Mode.TRAIN:
+            return None
+        paces = shared.paces[rank.stage] if shared.are_known else ()
+        return Pool(rank.replica, self.parallelism.replicas, shared.homes[step.number], shared.depth, paces)
+
+    def salts_of(self, step: StepId, rank: Rank) -> tuple[int, ...]:
+        """By microbatch, what tells its values on ``rank`` from those of other replicas and shards."""
+        pool = self.pool_of(step, rank)
+        return (rank.salt,) * step.microbatches if pool is None else tuple(map(rank.salt_in, pool.homes))
+
+    def seconds(self, rank: Rank, task: Task) -> float:
+        """How long ``task`` takes on ``rank``."""
+        pace = self.shared.paces[rank.stage][rank.replica] if self.shared is not None else 1.0
+        return pace * self.durations[task.kind][task.virtual_stage][task.microbatch]
 
     def visits_of(self, step: StepId) -> Visits:
         return Visits(step.microbatches) if self.visits is None else self.visits
@@ -123,7 +166,7 @@ class Scenario:
         """The run in lines of text, one a fault."""
         forced = " ".join(f"{kind}@{v}" for kind, v in sorted(self.in_order))
         limits = " ".join("-" if limit.microbatches is None else str(limit.microbatches) for limit in self.limits)
-        parallelism = self.parallelism.describe()
+        parallelism = self.parallelism.describe() + ([] if self.shared is None else self.shared.describe())
         return [
             f"pipeline: {', '.join(self._pipeline())}",
             *([f"ranks: {'; '.join(parallelism)}"] if parallelism else []),

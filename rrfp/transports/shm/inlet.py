@@ -23,7 +23,7 @@ DROP, LOST = "drop", "lost"
 LINK_KINDS = (HELLO, WELCOME, CREDIT, WANT, DROP, LOST, BYE)
 
 
-class FrameReceiver(Protocol):
+class DatagramReceiver(Protocol):
     """The link of an inlet."""
 
     peer: int
@@ -38,7 +38,7 @@ class FrameReceiver(Protocol):
 class ShmInlet:
     """One channel of a peer. Used on one loop only."""
 
-    def __init__(self, channel: Channel, shared: TransportState, link: FrameReceiver) -> None:
+    def __init__(self, channel: Channel, shared: TransportState, link: DatagramReceiver) -> None:
         self._peer = link.peer
         self._channel = channel
         self._codec = shared.codec

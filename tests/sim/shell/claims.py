@@ -18,7 +18,7 @@ from rrfp import StepResult, Topology
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
-from rrfp.lab.cluster.checker import PoolChecker
+from rrfp.lab.cluster.checker import RankChecker
 from rrfp.lab.cluster.cluster import Envelope, TimedCluster
 from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
@@ -113,7 +113,7 @@ class SimulatedClaims(TimedCluster[Node]):
         self._ended = 0.0
         graph, step = case.graph, partial(StepId, mode=Mode.TRAIN, microbatches=len(case.homes))
         nodes = [
-            Node(rank, case.core(rank.stage), PoolChecker(rank, graph, case.limit))
+            Node(rank, case.core(rank.stage), RankChecker(rank, graph, case.limit, claims=max(case.ahead, default=1)))
             for rank in ranks_of(graph.placement.stages, len(case.given))
         ]
         super().__init__(EventQueue(), nodes, [step(number) for number in range(case.steps)])

@@ -1,19 +1,20 @@
 """A fault plan for the real shell: transport `simulated` with FIFO channels, and what the plan does to messages.
 
-The plan is the one that `rrfp.lab.faults.cluster` applies to bare cores, by the same `FaultyNetwork`. Outputs and
-credits take part; what else travels (reports, polls, aborts) arrives at once and unharmed. A message that is kept back
-arrives when its receiver has begun a later step, or after `Links.late_after` at the latest.
+The plan is the one that `rrfp.lab.faults.cluster` applies to bare cores, by the same `FaultyNetwork`. Outputs, credits
+and what is said of forwards that replicas share take part; what else travels (reports, polls, aborts) arrives at once
+and unharmed. A message that is kept back arrives when its receiver has begun a later step, or after `Links.late_after`
+at the latest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from rrfp.errors import FrameError
-from rrfp.lab.faults.faults import AnyId, Death, Fault, MessageId
+from rrfp.lab.faults.faults import AnyId, ClaimMessageId, ClaimSort, Death, Fault, MessageId
 from rrfp.lab.faults.network import FaultyNetwork, Parcel
 from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
@@ -25,7 +26,7 @@ class Links:
 
     Args:
         faults: the plan. Pauses are none of a transport's business.
-        latency: how long each output or credit takes without a spike, in seconds.
+        latency: how long each of these takes without a spike, in seconds.
         checks: whether a receiving end refuses messages that its peer did not number next, as transport `zmq` does. If
             not, the faults reach the shell and its core.
         late_after: seconds after which a message that is kept back arrives.
@@ -60,7 +61,7 @@ class Links:
         """The program of ``stage`` began ``step``."""
         self._deliver_now(self.network.step_opened(stage, step))
 
-    def _release(self, message: MessageId) -> None:
+    def _release(self, message: AnyId) -> None:
         self._deliver_now(self.network.release(lambda _, parcel: parcel.id == message))
 
     def _deliver_now(self, parcels: Iterable[Parcel]) -> None:
@@ -115,8 +116,21 @@ class FaultyTransport(SimulatedTransport):
         self._links.send(self.context.rank, peer, message, arrive)
 
 
-def _identity(stage: int, peer: int, message: Message) -> MessageId | None:
+_SAID: Mapping[MessageKind, ClaimSort] = {
+    MessageKind.OFFERED: "offer",
+    MessageKind.CLAIMED: "claim",
+    MessageKind.GRANTED: "grant",
+    # What a caller passed goes to the copy that runs the forward, and grants it on the first stage.
+    MessageKind.MICROBATCH: "grant",
+}
+
+
+def _identity(stage: int, peer: int, message: Message) -> AnyId | None:
     """Which message of the run it is; None for what no plan speaks of."""
-    if message.task is None or message.step is None or message.kind not in (MessageKind.OUTPUT, MessageKind.CONSUMED):
+    if message.task is None or message.step is None:
+        return None
+    if (sort := _SAID.get(message.kind)) is not None:
+        return ClaimMessageId(message.step.number, sort, message.task, stage, peer)
+    if message.kind not in (MessageKind.OUTPUT, MessageKind.CONSUMED):
         return None
     return MessageId(message.step.number, message.task, stage, peer, message.kind is MessageKind.CONSUMED)
