@@ -64,7 +64,8 @@ def test_a_plan_makes_the_step_of_uneven_layers_shorter(installed: Installed, tm
         pytest.skip(f"this machine is busy with other work: {planning.stderr}")
     assert planning.returncode == 0, planning.stderr
     table = planning.stdout
-    assert re.search(r"^1 .* one chunk +4\*2 3 1 ", table, re.MULTILINE)
+    # Three cuts are equally good: two stages of four layers and one of three, in any order, ahead of the head alone.
+    assert re.search(r"^1 .* one chunk +(4\*2 3|4 3 4|3 4\*2) 1 ", table, re.MULTILINE)
     assert "wrote plan 1 to plan.json" in table
     (planned,) = re.findall(r"a step takes (\d+) ms", installed.printed(run, tmp_path))
     assert int(planned) < int(now)
