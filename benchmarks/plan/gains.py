@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ class Gain:
         over_1f1b: the same over torch's 1F1B on the even cut.
         over_zbv: the same over torch's ZBV on the even V.
         plan: in words.
+        seconds: of one core that the search took.
     """
 
     profile: str
@@ -42,6 +44,7 @@ class Gain:
     over_1f1b: float
     over_zbv: float
     plan: str
+    seconds: float
 
 
 def gain(model: Model, judged: int, ran: Callable[[], object], **request: Any) -> Gain:
@@ -60,7 +63,9 @@ def gain(model: Model, judged: int, ran: Callable[[], object], **request: Any) -
         write_chrome(path, traces)
         model.write_layers(Path(folder) / "layers.json", layout, RECORDED)
         wanted = Request(Path(folder) / "layers.json", f"{most}B", slow=model.slow, **request)
+        began = time.process_time()
         plans = plan_file(str(path), wanted, Wishes(skip_first=0, hint=DEFAULT_HINT, limit="2n"), ran)
+        searching = time.process_time() - began
     best = plans.best
     assert best is not None
     assert best.plan is not None
@@ -79,4 +84,4 @@ def gain(model: Model, judged: int, ran: Callable[[], object], **request: Any) -
     }
     text = f"{best.placement}: {best.layers}; {best.plan.hint}, split {best.plan.split}"
     saved = {name: 1 - own / other for name, other in others.items()}
-    return Gain(model.profile, model.stages, best.saved.value, plan=text, **saved)
+    return Gain(model.profile, model.stages, best.saved.value, plan=text, seconds=searching, **saved)

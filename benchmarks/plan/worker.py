@@ -1,4 +1,4 @@
-"""One rank, started by torchrun: runs one job after the other; the trace of the first goes to a file if one is named.
+"""One rank, started by torchrun: runs one job after the other, and saves the trace of each in a folder, by its number.
 
 Rank 0 prints a line of JSON for each measured step.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.plan.layered import Model
@@ -24,7 +25,7 @@ NUM_BYTES = 1_000_000
 WARM_UP = 2
 
 
-def run(model: Model, plain: Any, steps: int, place: Topology, path: str | None) -> None:
+def run(model: Model, plain: Any, steps: int, place: Topology, path: Path) -> None:
     """All steps of one job, in a pipeline of its own."""
     plan = Plan.read(plain)
     assert plan.cuts is not None
@@ -44,16 +45,15 @@ def run(model: Model, plain: Any, steps: int, place: Topology, path: str | None)
             result = pipe.step(microbatches=model.microbatches, sizes=table.sizes)
             if place.stage == 0 and number >= 0:
                 print(json.dumps({"seconds": result.seconds}), flush=True)
-        if path is not None:
-            pipe.save_trace(path)
+        pipe.save_trace(path)
 
 
 def main() -> None:
     """Entry point under torchrun."""
-    model, plans, steps, path = Model.from_json(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    model, plans, steps, folder = Model.from_json(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     place = Topology.from_env()
     for number, plain in enumerate(plans):
-        run(model, plain, steps, place, path if path and not number else None)
+        run(model, plain, steps, place, Path(folder) / f"{number}.json")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Comparison:
     by_cell: bool = False
 
 
-#: By table; each at equal slots or equal peak bytes on every stage.
+#: By table; each at equal slots, or within equal bytes, on every stage.
 COMPARISONS: dict[str, tuple[Comparison, ...]] = {
     "split backward, one chunk, over bfw": (
         Comparison("1f1b", "default, 1f1b", "bfw, 1f1b"),
@@ -41,13 +41,18 @@ COMPARISONS: dict[str, tuple[Comparison, ...]] = {
         Comparison("own bytes of n", "default, own bytes, n", "bfw, n", 8.0),
         Comparison("bfw's bytes of 1f1b", "default, bfw's bytes, 1f1b", "bfw, 1f1b", 8.0),
         Comparison("bfw's bytes of n", "default, bfw's bytes, n", "bfw, n", 8.0),
+        Comparison("bytes a rank of 1f1b", "default, bytes a rank, 1f1b", "bfw, bytes a rank, 1f1b"),
+        Comparison("bytes a rank of n", "default, bytes a rank, n", "bfw, bytes a rank, n"),
     ),
-    "split backward, limits on bytes, over pyramids in any bytes": (
-        Comparison("own bytes of 1f1b", "default, own bytes, 1f1b", "pyramids, own bytes, 1f1b"),
-        Comparison("own bytes of n", "default, own bytes, n", "pyramids, own bytes, n"),
-        Comparison("bfw's bytes of 1f1b", "default, bfw's bytes, 1f1b", "pyramids, bfw's bytes, 1f1b"),
-        Comparison("bfw's bytes of n", "default, bfw's bytes, n", "pyramids, bfw's bytes, n"),
-        Comparison("pyramids over bfw, its bytes of 1f1b", "pyramids, bfw's bytes, 1f1b", "bfw, 1f1b"),
+    "split backward, bfw's bytes, by the order of microbatches, over bfw": tuple(
+        Comparison(f"{order}, bytes of {count}", f"{order}, bfw's bytes, {count}", f"bfw, {count}")
+        for count in ("1f1b", "n")
+        for order in ("pyramids", "caller's", "default", "better of both")
+    ),
+    "split backward, bytes of the default hint, by the order of microbatches, over pyramids": tuple(
+        Comparison(f"{order}, bytes of {count}", f"{order}, own bytes, {count}", f"pyramids, own bytes, {count}")
+        for count in ("1f1b", "n")
+        for order in ("caller's", "default", "better of both")
     ),
     "split backward, against schedules; two chunks in V": (
         Comparison("1f1b over strict 1f1b", "default, 1f1b", "1f1b", -1.0, by_cell=True),

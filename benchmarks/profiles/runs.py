@@ -98,12 +98,19 @@ def run_case(case: Case) -> Outcome:
         base, ours = one.counted("bfw", count), one.counted(DEFAULT_HINT, count)
         seconds |= {f"bfw, {count}": base.makespan, f"default, {count}": ours.makespan}
         more_bytes[count] = 100 * (_held(ours) / _held(base) - 1)
-        for whose, counted in (("own", ours), ("bfw's", base)) if count != "2n" else ():
+        if count == "2n":
+            continue
+        fullest = [Limit(bytes=int(max(peaks.num_bytes for peaks in base.peaks) * SLACK))] * case.stages
+        for name, hint in (("default", DEFAULT_HINT), ("bfw", "bfw")):
+            seconds[f"{name}, bytes a rank, {count}"] = one.within(hint, fullest).makespan
+        for whose, counted in (("own", ours), ("bfw's", base)):
             limits = [Limit(bytes=int(peaks.num_bytes * SLACK)) for peaks in counted.peaks]
             in_bytes = one.within(DEFAULT_HINT, limits)
             seconds[f"default, {whose} bytes, {count}"] = in_bytes.makespan
-            pyramids = one.within(DEFAULT_HINT, limits, knows_room=False)
-            seconds[f"pyramids, {whose} bytes, {count}"] = pyramids.makespan
+            pyramids = one.within(DEFAULT_HINT, limits, knows_room=False).makespan
+            callers = one.within("slot-aware", limits).makespan
+            seconds |= {f"pyramids, {whose} bytes, {count}": pyramids, f"caller's, {whose} bytes, {count}": callers}
+            seconds[f"better of both, {whose} bytes, {count}"] = min(pyramids, callers)
             over = (peaks.num_bytes / (limit.bytes or 1) for peaks, limit in zip(in_bytes.peaks, limits, strict=True))
             passed.append(100 * (max(over) - 1))
     seconds |= {"1f1b": one.strict("1f1b"), "zb-h1": one.strict("zb-h1"), "zb-v": v.strict("zb-v")}

@@ -148,7 +148,8 @@ def test_advise_predicts_the_rows_of_the_demo() -> None:
 @pytest.mark.long
 def test_plan_gains_and_predicts_moved_layers() -> None:
     [gains] = quick("plan")["gains"]
-    assert gains.keys() == {"profile", "stages", "predicted", "saved", "over_1f1b", "over_zbv", "plan"}
+    parts = {"predicted", "saved", "over_1f1b", "over_zbv"}
+    assert gains.keys() == {"profile", "stages", "plan", "seconds", *parts}
     recorded, *planned = quick("plan", "--processes")["predictions"]
     assert recorded["rank"] == 0
     assert [one["rank"] for one in planned] == [1]

@@ -12,16 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 from batches import long
+from fork_server import TESTS, fork_server, printed
 
 from rrfp.costs import CostTable, make_costs
+from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
-from rrfp.lab.advice.advice import Wishes
+from rrfp.lab.advice.advice import Adviser, Wishes
+from rrfp.lab.advice.recorded import Recorded, read_recording
+from rrfp.lab.advice.replays import Replayer
 from rrfp.lab.planning.layers import ModelLayout, read_layers
-from rrfp.lab.planning.plan import Request, plan_file
+from rrfp.lab.planning.plan import Basis, Request, plan_file, plans_of
+from rrfp.lab.planning.rebuilt import RebuiltSteps, Recomputed
 from rrfp.lab.simulation import simulate
+from rrfp.lab.traces.chrome_reader import read_chrome
 from rrfp.model.placement import Placement
 from rrfp.pipeline.plan_file import Plan
 from rrfp.trace.chrome import write_chrome
+
+__all__ = ["fork_server"]
 
 STEPS, STAGES, MICROBATCHES = 5, 4, 8
 METHOD: Any = {"hint": "slot-aware-pyramid", "limit": "2n"}
@@ -59,6 +67,14 @@ def table(
         held=1e6 * parts / 0.004,
         **times,
     )
+
+
+def table_of(forward: Matrix) -> CostTable:
+    """One chunk a stage, whole backwards."""
+    latency = np.full((len(forward) - 1, forward.shape[1]), 0.0005)
+    times: Any = {"forward": forward, "backward": 2 * forward, "weight": None}
+    shape: Any = {"stages": len(forward), "chunks": 1, "placement": "looped", "microbatches": forward.shape[1]}
+    return CostTable(latency_forward=latency, latency_backward=latency, held=None, **shape, **times)
 
 
 def even(chunks: int = 1, placement: Any = "looped", stages: int = STAGES, layers: int = 8) -> ModelLayout:
@@ -120,6 +136,21 @@ def test_a_plan_takes_what_the_same_layers_take_there(tmp_path: Path, recorded: 
         assert row.plan is not None
         method: Any = {"hint": row.plan.hint, "limit": row.plan.limit}
         assert row.seconds == pytest.approx(mean_seconds(layout_of(row.plan), **method), rel=0.01)
+
+
+def test_stalls_take_as_long_elsewhere_in_tasks_of_any_length(tmp_path: Path) -> None:
+    """One microbatch in four is eight times as long, and one task in five stalls for a while, whatever its length."""
+    draw, steps = np.random.default_rng(0), []
+    for _ in range(8):
+        lengths = np.where(draw.random(20) < 0.25, 8.0, 1.0)
+        smooth = table_of(0.002 * np.tile(lengths, (STAGES, 1)))
+        stalls = [0.005 * (draw.random((STAGES, 20)) < 0.2) for _ in range(2)]
+        forward, backward = smooth.forward + stalls[0], smooth.backward + stalls[1]
+        steps.append(replace(smooth, forward=forward, backward=backward))
+    write_chrome(tmp_path / "trace.json", [simulate(s, **METHOD).result.trace(n) for n, s in enumerate(steps)])
+    write_layers(tmp_path / "layers.json", even(), PLAIN, 0.0)
+    plans = plans_on(tmp_path, Request(tmp_path / "layers.json", tasks=1))
+    assert plans.rebuilt == pytest.approx(plans.measured, rel=0.02)
 
 
 def test_the_best_cut_leaves_the_stage_with_the_head_few_layers(planned: Any) -> None:
@@ -194,6 +225,20 @@ def test_without_layer_times_limits_and_hints_are_searched_on_the_recorded_steps
     limits = [row for row in plans.rows if row.plan and row.plan.limit == "2n" and not row.plan.split]
     assert limits[0].seconds == pytest.approx(mean_seconds(even(), hint=limits[0].plan.hint if limits[0].plan else ""))
     assert all(row.plan is not None and row.plan.cuts is None for row in plans.rows)
+
+
+def test_links_that_take_several_periods_ask_for_the_limit_auto(tmp_path: Path) -> None:
+    steps = [table(step, even(stages=2), PLAIN, 0.0) for step in range(STEPS)]
+    late = np.full((1, MICROBATCHES), 0.2)
+    slow = [replace(step, latency_forward=late, latency_backward=late) for step in steps]
+    write_chrome(tmp_path / "trace.json", [simulate(s, **METHOD).result.trace(n) for n, s in enumerate(slow)])
+    plans = plans_on(tmp_path, Request())
+    assert plans.best is not None
+    assert plans.best.plan is not None
+    assert plans.best.plan.limit == "auto"
+    assert plans.best.seconds == pytest.approx(
+        np.mean([simulate(step, hint=plans.best.plan.hint, limit="auto").makespan for step in slow])
+    )
 
 
 def test_a_budget_in_bytes_holds_for_every_row(tmp_path: Path, planned: Any) -> None:
@@ -289,10 +334,10 @@ def recomputing(costs: CostTable, stages: Sequence[int]) -> CostTable:
     return replace(costs, backward=costs.backward + here * costs.forward, held=costs.held * np.where(here, 0.25, 1.0))
 
 
-def recompute_files(path: Path) -> Request:
+def recompute_files(path: Path, stages: Sequence[int] = range(STAGES)) -> Request:
     """Traces of the even cut without recomputation and with it, on other data."""
     request = files(path, even(), weights=PLAIN, head=0.0)
-    steps = [recomputing(table(step, even(), PLAIN, 0.0), range(STAGES)) for step in range(20, 28)]
+    steps = [recomputing(table(step, even(), PLAIN, 0.0), stages) for step in range(20, 28)]
     write_chrome(path / "recomputed.json", [simulate(s, **METHOD).result.trace(n) for n, s in enumerate(steps)])
     return replace(request, memory="6MB", recomputed=path / "recomputed.json")
 
@@ -323,6 +368,72 @@ def test_layers_that_move_recompute_as_they_did(tmp_path: Path) -> None:
         method: Any = {"hint": row.plan.hint, "limit": row.plan.limit}
         steps = [recomputing(table(step, layout_of(row.plan), PLAIN, 0.0), row.plan.recompute) for step in range(STEPS)]
         assert row.seconds == pytest.approx(np.mean([simulate(step, **method).makespan for step in steps]), rel=0.02)
+
+
+def test_a_stage_that_nobody_has_seen_recompute_never_does(tmp_path: Path) -> None:
+    """Stages 0 and 1 do in the other trace: the first four layers."""
+    request = replace(recompute_files(tmp_path, stages=(0, 1)), layers=None)
+    plans = plans_on(tmp_path, request)
+    found = [row.plan.recompute for row in plans.rows if row.plan and row.plan.recompute]
+    assert found
+    assert {stage for stages in found for stage in stages} <= {0, 1}
+    assert any("stages 2 3 hold no less there" in line for line in plans.assumed)
+    assert any("backward takes 1.50 to 1.50 times as long, and 0.25 to 0.25" in line for line in plans.assumed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        (even(), (0, 1)),
+        (ModelLayout(Placement(STAGES), (3, 4, 5)), (0, 1)),
+        (ModelLayout(Placement(STAGES), (3, 5, 7)), (0,)),
+        (even(2, "v"), ()),
+        (even(2, "looped"), ()),
+    ],
+    ids=str,
+)
+def test_layers_that_nobody_has_seen_recompute_never_do_elsewhere(
+    tmp_path: Path, layout: ModelLayout, stages: tuple[int, ...]
+) -> None:
+    request = recompute_files(tmp_path, stages=(0, 1))
+    now, then = (read_recorded(tmp_path / name, 0) for name in ("trace.json", "recomputed.json"))
+    found = Recomputed.between(now.steps, then.steps)
+    assert request.layers is not None
+    assert RebuiltSteps(now.steps, read_layers(request.layers), (), found).may_recompute(layout) == stages
+
+
+def read_recorded(path: Path, skip_first: int) -> Recorded:
+    """The steps of a trace, whatever else had the cores: not by plan_file, which refuses some."""
+    [run] = read_chrome(path)
+    return read_recording("job", run, skip_first=skip_first, most=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_job_that_checkpoints_is_measured_and_runs_its_plan_within_the_budget(tmp_path: Path) -> None:
+    """Two processes; the first of two stages checkpoints in the second job."""
+
+    def job(*jobs: str) -> list[list[int]]:
+        output = printed(TESTS / "trace" / "recomputing_job.py", tmp_path, *jobs, ranks=2, timeout_s=80)
+        return [json.loads(line)["peak_bytes"] for line in output.splitlines()]
+
+    plain, checkpointed = job("none", "0")
+    assert checkpointed[0] < plain[0] / 2
+    assert checkpointed[1] == plain[1]
+    recorded, other = (read_recorded(tmp_path / f"{number}.json", 2) for number in range(2))
+    adviser = Adviser("job", recorded, [], Wishes(), Replayer(recorded.steps, lambda: None))
+    budget = int(0.6 * plain[0])  # of two microbatches
+    found = Recomputed.between(recorded.steps, other.steps)
+    plans = plans_of(Basis.recorded(adviser), None, Request(memory=f"{budget}B"), lambda: None, found)
+    assert found.backward[0] > 1, "the forward runs again"
+    assert found.is_measured.tolist() == [True, False]
+    assert plans.best is not None
+    assert plans.best.plan is not None
+    assert plans.best.plan.recompute == (0,)
+    (tmp_path / "plan.json").write_text(json.dumps(plans.to_json()))
+    [planned] = job(str(tmp_path / "plan.json"))
+    assert planned[0] < budget
+    assert max(planned) <= budget
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ _MICROBATCHES = (
     "many as that, or as the first one."
 )
 _RECOMPUTED = (
-    "A trace of the same job that recomputes on all stages: then plans may recompute on some. Needs TRACE and --memory."
+    "A trace of the same job with more stages that recompute: then plans may have some of them do so. Needs TRACE and "
+    "--memory."
 )
 _SLOW = "A stage whose rank is slow: a layer that leaves it takes less. May be repeated; needs --layers."
 _TASKS = "About the most tasks to simulate; then the search ends. Default 2000000, a minute or two."

@@ -42,7 +42,7 @@ class Request:
     microbatches: tuple[int, ...] = ()
     #: Stages whose ranks are slow: what else they take longer for would move with the layers.
     slow: tuple[int, ...] = ()
-    #: A trace of the same job that recomputes on all stages, for plans by which some do; needs ``memory``.
+    #: A trace of the same job that recomputes on more stages, for plans by which some of them do; needs ``memory``.
     recomputed: str | os.PathLike[str] | None = None
     #: The most tasks that are simulated; what is begun is finished.
     tasks: int = MOST_TASKS
@@ -255,10 +255,14 @@ def _assumed(basis: Basis, steps: RebuiltSteps, search: Search) -> Iterator[str]
         )
         yield f"if split, and of ZBV: {guess}"
     if (found := steps.recomputed) is not None:
+        backward, held = (factors[found.is_measured] for factors in (found.backward, found.held))
         yield (
-            f"stages that recompute: backward takes {found.backward.min():.2f} to {found.backward.max():.2f} times as "
-            f"long, and {found.held.min():.2f} to {found.held.max():.2f} of the bytes are held, as in the other trace"
+            f"stages that recompute: backward takes {backward.min():.2f} to {backward.max():.2f} times as "
+            f"long, and {held.min():.2f} to {held.max():.2f} of the bytes are held, as in the other trace"
         )
+        if not found.is_measured.all():
+            others = " ".join(map(str, sorted({*range(steps.where.stages)} - {*steps.may_recompute(None)})))
+            yield f"stages {others} hold no less there: they recompute in both traces or in neither, as in every plan"
     if steps.layers is None or basis.measured is None:
         return
     yield "a layer's part of its stage's recorded times and bytes: as measured on the sample"

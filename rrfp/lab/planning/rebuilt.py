@@ -3,7 +3,8 @@
 A recorded time is of all layers of a virtual stage. Each gets the part that its measured time has of theirs, so a layer
 keeps how the microbatches of its stage differ, and how they follow one another. Beside that tasks have jitter (what
 they do not have in common, `rrfp.lab.advice.causes`), wait to be dispatched, and send messages: these are drawn from
-what the same stage, and the same link, has recorded. A message between stages that had none is drawn from all.
+what the same stage, and the same link, has recorded. A message between stages that had none is drawn from all. Jitter
+is a factor, and drawn from tasks of about the same length: a stall of so many seconds is a larger part of a short one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rrfp.costs.table import MATRICES, CostTable, Matrix
+from rrfp.costs.table import MATRICES, Bits, CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.causes import factors_of, split_backward
 from rrfp.lab.advice.recorded import RecordedStep, Rows, with_durations
@@ -26,6 +27,9 @@ from rrfp.model.tasks import B, F, Kind, Task, W
 
 #: Steps that are rebuilt for the judgement of a layout, for each recorded one.
 DRAWS = 2
+
+#: Jitter is drawn from this part of a row's tasks, the nearest in length.
+NEAR_IN_LENGTH = 1 / 8
 
 #: A stage that recomputes holds less than this, beside one that does not.
 NO_LESS = 0.95
@@ -53,35 +57,69 @@ class Recomputed:
 
     backward: Matrix
     held: Matrix
+    #: Whether it held less, a microbatch and beside its forward; the others recompute in both traces or in neither.
+    is_measured: Bits
 
     @classmethod
     def between(cls, steps: Sequence[RecordedStep], recomputing: Sequence[RecordedStep]) -> Self:
         """From steps of a job and of the same job that recomputes; over their forwards, as their data may differ."""
-        (now, backward, held), (then, longer, less) = map(_sums, (steps, recomputing))
+        (now, backward, held), (then, longer, less) = map(_means, (steps, recomputing))
         if now.shape != then.shape:
             raise ConfigError(
                 f"recomputed: the trace has {len(then)} virtual stages, must have {len(now)}, as the one beside it"
             )
-        found = cls(_over(longer * now, backward * then), _over(less * now, held * then))
-        if not (found.held < NO_LESS).any():
+        left = _over(less * now, held * then)
+        found = cls(_over(longer * now, backward * then), left, (left < NO_LESS) & (less < NO_LESS * held))
+        if not found.is_measured.any():
             raise ConfigError(
                 "recomputed: no stage holds less than in the trace beside it, must be of a job that recomputes"
             )
         return found
 
 
-def _sums(steps: Sequence[RecordedStep]) -> tuple[Matrix, Matrix, Matrix]:
-    """By virtual stage: seconds of forward and of backward, input gradients where it is split, and bytes."""
+def _means(steps: Sequence[RecordedStep]) -> tuple[Matrix, Matrix, Matrix]:
+    """Of a microbatch, by virtual stage: seconds of forward and of backward (of inputs where split), and bytes."""
     tables = [step.costs for step in steps]
     if any(table.held is None for table in tables):
         raise ConfigError("recomputed: a trace has no bytes, must have those of each microbatch")
     columns = [[getattr(table, name) for table in tables] for name in ("forward", "backward", "held")]
-    forward, backward, held = (np.concatenate(rows, axis=1).sum(axis=1) for rows in columns)
+    forward, backward, held = (np.concatenate(rows, axis=1).mean(axis=1) for rows in columns)
     return forward, backward, held
 
 
 def _over(one: Matrix, other: Matrix) -> Matrix:
     return np.divide(one, other, out=np.ones_like(one), where=other > 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Jitter:
+    """Of the tasks of one kind on a recorded virtual stage, by how long they are."""
+
+    #: Over their mean, rising.
+    lengths: Matrix
+    factors: Matrix
+
+    @classmethod
+    def of(cls, lengths: Matrix, factors: Matrix) -> Self:
+        """Scaled so that tasks with drawn factors take as long together as these."""
+        rising = np.argsort(lengths, kind="stable")
+        found = cls(lengths[rising], factors[rising])
+        sums = np.concatenate([[0.0], np.cumsum(found.factors)])
+        start = np.clip(np.arange(len(rising)) - found._count // 2, 0, len(rising) - found._count)
+        expected = found.lengths @ (sums[start + found._count] - sums[start]) / found._count
+        return replace(found, factors=found.factors * (found.lengths @ found.factors / expected if expected else 1.0))
+
+    @property
+    def _count(self) -> int:
+        """How many of the nearest are drawn from."""
+        return max(1, round(NEAR_IN_LENGTH * len(self.lengths)))
+
+    def drawn(self, lengths: Matrix, draw: np.random.Generator) -> Matrix:
+        """For each length the factor of one of the nearest."""
+        first, last = (np.searchsorted(self.lengths, lengths, side) for side in ("left", "right"))
+        start = np.clip(draw.integers(first, last + 1) - self._count // 2, 0, len(self.lengths) - self._count)
+        factors: Matrix = self.factors[start + draw.integers(self._count, size=len(lengths))]
+        return factors
 
 
 class RebuiltSteps:
@@ -168,6 +206,17 @@ class RebuiltSteps:
         spread: Matrix = rows.std(axis=1)[self._home] * shares * self.costs.microbatches / self._slow_of_piece()
         return spread
 
+    def may_recompute(self, layout: ModelLayout | None) -> tuple[int, ...]:
+        """The stages all of whose layers have been measured to recompute."""
+        if (found := self.recomputed) is None:
+            return ()
+        if layout is None or self.layers is None:
+            where, pieces = self.where, [[v] for v in range(self.costs.num_virtual_stages)]
+        else:
+            where, pieces = layout.where, [self._home[part].tolist() for part in layout.pieces(self.layers.count)]
+        measured = [bool(found.is_measured[own].all()) for own in pieces]
+        return tuple(s for s in range(where.stages) if all(measured[v] for v in where.virtual_stages(s)))
+
     def _ratios(self) -> Matrix:
         assert self.layers is not None
         measured = np.zeros(self.costs.stages)
@@ -196,8 +245,6 @@ class RebuiltSteps:
         """Collect what is drawn."""
         factors, costs = factors_of(self._recorded), self.costs
         kinds = [*costs.durations]
-        jitter = np.split(np.concatenate(factors.jitter, axis=1), len(kinds))
-        self._jitter = dict(zip(kinds, jitter, strict=True))
         self._gaps: dict[tuple[Kind, int], Matrix] = {}
         for kind in kinds:
             rows = np.concatenate([step.dispatch[kind] + step.order[kind] for step in self._recorded], axis=1)
@@ -217,6 +264,14 @@ class RebuiltSteps:
             parts = dict(zip(kinds, np.split(own, len(kinds)), strict=True))
             smooth = {kind: rows / parts[kind] for kind, rows in step.costs.durations.items()}
             self._smooth.append(replace(step, costs=with_durations(step.costs, smooth)))
+        jitter = np.split(np.concatenate(factors.jitter, axis=1), len(kinds))
+        self._jitter: dict[tuple[Kind, int], _Jitter] = {}
+        self._mean: dict[Kind, Matrix] = {}
+        for kind, drawn in zip(kinds, jitter, strict=True):
+            rows = np.concatenate([step.costs.durations[kind] for step in self._smooth], axis=1)
+            self._mean[kind] = rows.mean(axis=1)
+            for v, seconds in enumerate(rows):
+                self._jitter[kind, v] = _Jitter.of(_over_mean(seconds, self._mean[kind][v]), drawn[v])
 
     def _recomputing(self, step: RecordedStep, stages: Sequence[int]) -> RecordedStep:
         """A step of which some stages recompute."""
@@ -244,10 +299,11 @@ class RebuiltSteps:
             if kind is B and self.recomputed is not None:
                 take[changed] *= self.recomputed.backward
             rows, gaps = take @ smooth, np.empty((len(parts), microbatches))
+            lengths = _over_mean(rows, (take @ self._mean[kind])[:, np.newaxis])
             for v in range(len(parts)):
                 stage, draw = where.stage_of(v), np.random.default_rng([number, index, v])
                 home = int(np.argmax(take[v] * self._jitter_weight(kind)))
-                rows[v] *= self.slow[stage] * draw.choice(self._jitter[kind][home], microbatches)
+                rows[v] *= self.slow[stage] * self._jitter[kind, home].drawn(lengths[v], draw)
                 gaps[v] = draw.choice(self._gaps[kind, stage], microbatches)
             fields[_NAMES[kind]], dispatch[kind] = rows, gaps
         for v in range(len(parts) - 1):
@@ -286,6 +342,10 @@ class RebuiltSteps:
         known = self._messages.get(link, self._messages.get(link[::-1], self._all_messages))
         drawn: Matrix = draw.choice(known, microbatches)
         return drawn
+
+
+def _over_mean(seconds: Matrix, mean: Matrix) -> Matrix:
+    return _over(seconds, np.broadcast_to(mean, seconds.shape))
 
 
 _NAMES: Mapping[Kind, str] = {F: "forward", B: "backward", W: "weight"}

@@ -293,7 +293,7 @@ class Search:
         if not self._budget.methods:
             self.left_out.append("limits and hints: nothing varies by which they differ; plan again from a trace")
         elif self._budget.num_bytes is None:
-            self.left_out.append("limits above 2n: no budget in bytes a stage is given (--memory)")
+            self.left_out.append("limits above 2n but auto: no budget in bytes a stage is given (--memory)")
         if not self._budget.microbatches:
             self.left_out.append("other numbers of microbatches: they change the batch (--microbatches)")
         if self._steps.recomputed is None:
@@ -313,7 +313,7 @@ class Search:
     def _with_limits(self, base: Candidate) -> Iterator[Candidate]:
         chunks = self._costs.chunks if base.layout is None else base.layout.where.chunks
         num_bytes = self._budget.num_bytes
-        for name in ("n", "2n") if chunks > 1 else ("1f1b", "n", "2n"):
+        for name in ("n", "2n", "auto") if chunks > 1 else ("1f1b", "n", "2n", "auto"):
             limit: Limit | str = name
             if num_bytes is not None:
                 if name == "1f1b":
@@ -323,14 +323,15 @@ class Search:
 
     def _with_recompute(self, base: Candidate) -> Iterator[Candidate]:
         """Ever more stages, first those that would hold the most bytes in 1F1B."""
-        if self._steps.recomputed is None:
+        stages = self._steps.may_recompute(base.layout)
+        if not stages:
             return
         costs = self._steps.step(base.shape(None), 0).costs
         assert costs.held is not None
-        stages, means = range(costs.stages), costs.held.mean(axis=1)
-        wanted = [(costs.stages - s) * sum(means[list(costs.virtual_stages_of(s))]) for s in stages]
+        means = costs.held.mean(axis=1)
+        wanted = {s: (costs.stages - s) * sum(means[list(costs.virtual_stages_of(s))]) for s in stages}
         ordered = sorted(stages, key=wanted.__getitem__, reverse=True)
-        for count in range(1, costs.stages + 1):
+        for count in range(1, len(ordered) + 1):
             yield replace(base, recompute=tuple(sorted(ordered[:count])))
 
     def _with_hints(self, base: Candidate) -> Iterator[Candidate]:
