@@ -21,6 +21,7 @@ from transports.curved import curve, over_plain_tcp
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.transports.registry import TransportSpec
 from rrfp.transports.rendezvous import StoreRendezvous
+from rrfp.transports.secret import split_voucher
 
 RANKS, STEPS = 3, 10
 
@@ -70,7 +71,7 @@ def addresses(store: Path) -> list[str]:
 
     async def look() -> list[str]:
         found = [await rendezvous.lookup(f"zmq/local/0/0/{rank}", 5.0) for rank in range(RANKS)]
-        return [endpoint.decode().split(" ")[0] for endpoint in found]
+        return [split_voucher(endpoint)[1].decode().split(" ")[0] for endpoint in found]
 
     return asyncio.run(look())
 

@@ -115,7 +115,7 @@ def test_a_class_that_cannot_be_pickled_runs_beside_other_processes() -> None:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_deadlock_ends_the_sweep_and_names_the_run(jobs: int) -> None:
     two = [Experiment(replace(WORKLOAD, seed=s), SimulatedMethod(hint=Silent, name="mine")) for s in (8, 9)]
-    message = r"mine \(hint\) on profile=mllm, stages=3, .*seed=8: deadlock: every stage is idle"
+    message = r"hint mine on profile=mllm, stages=3, .*seed=8: deadlock: every stage is idle"
     with pytest.raises(DeadlockError, match=message):
         sweep(two, jobs=jobs)
 
