@@ -86,8 +86,8 @@ def allowed_endings(scenario: Scenario) -> frozenset[Ending]:
         endings = REQUIRED[name_of(fault)]
         if isinstance(fault, MessageFault) and dead & {fault.message.sender, fault.message.receiver}:
             endings |= {Ending.FINISHED}  # a copy from, or to, a dead rank may never arrive
-        if name_of(fault) == "delay copy bytes" and len(scenario.faults) > 1:
-            endings |= {Ending.REFUSED}  # another fault may hold the leader in the step after which the copy comes
+        if name_of(fault) in ("delay copy bytes", "delay copy claim") and len(scenario.faults) > 1:
+            endings |= {Ending.REFUSED}  # another fault may hold its rank in the step after which the copy comes
         each.append(endings)
     failures = frozenset[Ending]().union(*each) - {Ending.FINISHED}
     return failures | {Ending.FINISHED} if all(Ending.FINISHED in endings for endings in each) else failures
