@@ -90,7 +90,7 @@ def tells_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_gradients_in_its_replica(patch: pytest.MonkeyPatch) -> None:
-    """A gradient goes to the sender's own replica, whoever has run the forward."""
+    """A gradient goes to the sender's own replica, whichever copy ran the forward."""
 
     def own(core: StageCore, event: ev.Event, given: tuple[ev.Instruction, ...]) -> tuple[ev.Instruction, ...]:
         return tuple(
