@@ -9,7 +9,7 @@ before any message that is on its way. A core that has heard must do nothing mor
 may refuse what comes from those that have not heard yet: the error that ends the job would name it instead.
 
 **Not every order of the same events** (``reduce``). A move t is *safe* if whatever can still go wrong or come to an end
-can do so after t as well; then t alone is explored. Each move adds an event, so nothing is put off for ever. Safe are
+can do so after t as well; then t alone is explored. Each move adds an event, so none is delayed forever. Safe are
 
 1. a claim that reaches a holder which has given the forward away: it changes nothing there, now or later;
 2. with one chunk and no limit on bytes, on a rank that is *quiet*, which has heard of all forwards of its stage and has
@@ -20,11 +20,11 @@ can do so after t as well; then t alone is explored. Each move adds an event, so
 A quiet rank claims nothing more, since no forward is offered to it again. So its events differ in what they add to it
 and in nothing that another event there reads: an answer or an output adds a ready task, or takes one away that another
 copy runs; a claim of its own outputs is decided by those alone; a task that it has claimed has a slot whatever ran
-before. Such a task sends at most an output, which no order with other messages concerns; a forward that is offered is
-in one order with the other messages to its copies, and so is left to choose. With t first, the other events of a path
+before. Such a task sends at most an output, which no order with other messages concerns; an offer keeps
+its place among the messages to the copies, so its forward is not safe. With t first, the other events of a path
 are possible as before and lead to the same end. D and what is claimed together are largest at once: a forward that
-begins moves from the one to the other, and all else makes them smaller. `tests/sim/test_explore_claims.py` holds both
-ways against each other.
+begins moves from the one to the other, and all else makes them smaller. `tests/sim/test_explore_claims.py` compares
+both searches.
 
 What a rank can do, and does on an event, is asked of its core once for each of its own states: many states of the whole
 differ in other ranks alone.
