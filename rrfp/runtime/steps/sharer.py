@@ -119,7 +119,6 @@ class ForwardSharer(ReplicaExchange):
         }
 
     async def share(self, plan: StepPlan) -> StepPlan:
-        """The plan of the microbatches of all replicas, which the program then has room for."""
         self._homes, self._lists_here = (), {}
         self._here.clear()
         self._given.clear()
@@ -203,7 +202,6 @@ class ForwardSharer(ReplicaExchange):
         )
 
     async def settle(self) -> None:
-        """Wait until what the caller passed is no longer read by others, and forget what theirs passed."""
         await self._all_left.wait()
         self._own = ()
         self._forget(self._here)
