@@ -19,8 +19,8 @@ rounds of a setting each runs a step, ``auto`` five. Medians of undisturbed step
 whole backwards: the undisturbed step, and one round trip of each slow link. "claimed, auto" is of two such pipelines
 that share forwards by claims (``share_replicas=True``), with the same slow links. Its second table is of pipelines for
 which no lemma holds: unequal stages, jitter, microbatches of different sizes, two chunks a stage; each has one or two
-slow links of half a period to three periods. In percent over the same pipeline without a limit; memory is the mean limit
-over N.
+slow links of half a period to three periods. In percent over the same pipeline without a limit; memory is the mean
+limit over N.
 
 **--trace** plays PipeMorph's published trace instead, 1030 iterations in which nine times one to three links are slow
 (benchmarks/links/trace.py), with delays in proportion to the tasks. Simulated, each iteration is a step. Between
