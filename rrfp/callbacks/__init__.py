@@ -3,8 +3,17 @@
 import warnings
 from typing import Any
 
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.base import (
+    Callback,
+    Event,
+    RunAborted,
+    RunBegun,
+    RunEnded,
+    StageFigures,
+    Stall,
+    StepBegun,
+    StepEnded,
+)
 from rrfp.callbacks.files import Csv, JsonLines, TensorBoard
 from rrfp.callbacks.progress import Progress
 from rrfp.callbacks.prometheus import Prometheus

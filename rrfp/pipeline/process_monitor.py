@@ -10,9 +10,7 @@ from rrfp.log import get_logger
 from rrfp.pipeline.options import Options
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
-from rrfp.runtime.status_socket.folder import chosen_folder
-from rrfp.runtime.status_socket.report import JobReport
-from rrfp.runtime.status_socket.server import StatusServer
+from rrfp.runtime.status_socket import JobReport, StatusServer, chosen_folder
 
 logger = get_logger(__name__)
 
