@@ -35,12 +35,10 @@ class ProcessMonitor:
         self._server: StatusServer | None = None
 
     def start(self) -> None:
-        """Begin, once all ranks have met."""
         self._watch_loop()
         self._listen()
 
     async def close(self) -> None:
-        """End. May be called twice."""
         if self._loop_watch is not None:
             self._loop_watch.close()
         if self._server is not None:

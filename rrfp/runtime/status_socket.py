@@ -355,12 +355,10 @@ class RunningJob:
 
     @property
     def pids(self) -> list[int]:
-        """Its processes, by rank."""
         return [file.pid for file in self._files]
 
     @property
     def path(self) -> Path:
-        """The socket of its first process."""
         return self._files[0].path
 
     def __str__(self) -> str:

@@ -44,7 +44,6 @@ class HostChoice:
         return f"auto/{self._context.run_id}/{self._context.restart}/{'-'.join(map(str, ranks))}"
 
     async def look(self, home: HomeLoop, deadline_s: float) -> None:
-        """Find the obstacles."""
         context = self._context
         answers = None if self._own.obstacle else TrialAnswers(context.rank, home)
         try:

@@ -239,7 +239,6 @@ class Watchdog:
         return True
 
     def close(self) -> None:
-        """Stop watching. May be called twice."""
         self._processes.close()
         self._peer_monitor.close()
 

@@ -133,10 +133,8 @@ class LaneGate:
         self._opened = threading.Event()
 
     def wait_here(self) -> None:
-        """The call."""
         self._loop.call_soon_threadsafe(self.is_reached.set)
         self.has_given_up = not self._opened.wait(PATIENCE_S)
 
     def open(self) -> None:
-        """Let the call return."""
         self._opened.set()

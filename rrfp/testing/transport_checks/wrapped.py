@@ -1,4 +1,4 @@
-"""Checks over wrapped transports: their errors name the messages that were lost; and checks by a transport's shortcuts."""
+"""Checks over wrapped transports: errors name the messages that were lost, and checks by a transport's shortcuts."""
 
 from __future__ import annotations
 

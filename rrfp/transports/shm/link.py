@@ -436,7 +436,6 @@ class ShmLink(GreetedLink[ShmOutlet]):
             connection.inlet.close()
 
     async def leave(self) -> None:
-        """Send bye behind the accepted messages."""
         with suppress(RrfpError):
             for outlet in self.outlets.values():
                 await outlet.post_in_turn(self._shared.codec.seal(BYE))

@@ -62,7 +62,6 @@ class Datagram(NamedTuple):
 
 
 def pack(header: bytes, payload: DatagramBody = NOWHERE, inline: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
-    """The parts of a datagram."""
     start = _PREFIX.pack(len(header), *payload) + header
     return [start, *inline] if len(inline) < _MAX_PARTS else [start, b"".join(inline)]
 

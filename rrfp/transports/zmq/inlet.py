@@ -80,7 +80,6 @@ class FrameReceiver(Protocol):
 
 
 def identity_of(rank: int, channel: Channel) -> bytes:
-    """The routing id of a connection."""
     return f"{rank}/{channel}".encode()
 
 

@@ -100,7 +100,6 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces have arrived."""
         return self._next is None
 
     def add(self, part: memoryview) -> None:
@@ -113,7 +112,6 @@ class Assembly:
         self._next = next(self._rest, None)
 
     def message(self) -> Message:
-        """The message, once it is complete."""
         return self._announcement.assemble(self._buffers)
 
     def incomplete(self) -> FrameError:
