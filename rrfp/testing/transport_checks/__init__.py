@@ -14,7 +14,7 @@ check is about an option, such as `deliver_to`, that the transport does not offe
 """
 
 from rrfp.testing.checks import NotOfferedError, SkippedError, checks_of, run_checks
-from rrfp.testing.transport_checks import data, ends, flow, frames, peers
+from rrfp.testing.transport_checks import data, ends, flow, frames
 from rrfp.testing.transport_checks.frames import check_codec
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
 from rrfp.testing.transport_checks.wrapped import directly, naming_losses
@@ -40,13 +40,13 @@ _DIRECTLY: tuple[Check, ...] = (
     ends.check_statistics,
     ends.check_close_delivers,
     ends.check_death_comes_after_messages,
-    peers.check_three_ranks,
-    peers.check_one_of_three_dies,
+    ends.check_three_ranks,
+    ends.check_one_of_three_dies,
     *checks_of(frames),
 )
 
 ALL_CHECKS: tuple[Check, ...] = (
-    *(naming_losses(check) for module in (data, flow, ends, peers, frames) for check in checks_of(module)),
+    *(naming_losses(check) for module in (data, flow, ends, frames) for check in checks_of(module)),
     *map(directly, _DIRECTLY),
 )
 """Every check, the simplest first, so that the first failure is the most helpful."""
