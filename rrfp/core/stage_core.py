@@ -144,16 +144,8 @@ _FromPeer = _Early | ev.Consumed
 class StageCore:
     """One stage of the pipeline, as pure state.
 
-    Args:
-        graph: the dependency graph of the whole pipeline.
-        stage: this stage.
-        hint: chooses among ready tasks; one instance a stage. A follower's is never called.
-        limit: how much this stage may hold.
-        group: this rank's tensor-parallel group.
-        in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
-        admission: the memory rule; None: what the limit asks for, or what stands in for that. Only the explorer passes
-            one, to show what is wrong with it.
-        history: keeps the events of this core.
+    The hint of a follower is never called. ``in_order`` has the (kind, virtual stage) pairs of all stages that run in
+    microbatch order. ``admission`` is the memory rule in place of the limit's own: only the explorer passes one.
     """
 
     def __init__(

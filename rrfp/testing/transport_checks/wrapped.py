@@ -11,8 +11,8 @@ from functools import partial, wraps
 from typing import NamedTuple
 
 from rrfp.errors import RrfpError
-from rrfp.testing.checks import NotOfferedError
-from rrfp.testing.transport_checks.pair import Check, DidNotHappenError, MakePair, Pair, PairOptions, WrappedTransport
+from rrfp.testing.checks import DidNotHappenError, NotOfferedError
+from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions, WrappedTransport
 from rrfp.transports.base import Message, Transport, delivering, sending_at_once
 
 _MOST_NAMED = 4
