@@ -52,7 +52,7 @@ class Notes(Callback):
         return self.of(method)[0]
 
     def wait_for_stall(self, *parts: str) -> int:
-        """The index of the first stall within a step whose text has all ``parts``; on a busy machine others come too."""
+        """The index of the first stall within a step whose text has all ``parts``: a busy machine has others."""
 
         def chosen() -> list[int]:
             begun = "step_begun" in self.methods and self.methods.index("step_begun")
