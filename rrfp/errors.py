@@ -111,6 +111,8 @@ def misspelt(name: str, known: Iterable[str]) -> str:
 def nearest_to(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like ``name``, if any is."""
     lower, by_lower = name.lower(), {each.lower(): each for each in known}
+    if lower in by_lower:
+        return by_lower[lower]
     for index in range(len(lower) - 1):
         # Of which difflib, that compares runs of characters, thinks little in a short name.
         swapped = f"{lower[:index]}{lower[index + 1]}{lower[index]}{lower[index + 2 :]}"
