@@ -102,9 +102,9 @@ class Faults:
         raise ConfigError.joining(texts) from None  # it has their texts
 
 
-def misspelt(name: str, known: Iterable[str]) -> str:
+def misspelt(name: object, known: Iterable[str]) -> str:
     """An unknown ``name`` for an error, with the known one that is most like it, if any is."""
-    nearest = nearest_to(name, known)
+    nearest = nearest_to(name, known) if isinstance(name, str) else None
     return repr(name) if nearest is None else f"{name!r} (did you mean {nearest!r}?)"
 
 

@@ -161,8 +161,7 @@ def create_strict(spec: ScheduleSpec) -> Hint:
     """A hint that runs the schedule ``spec`` to the letter."""
     names = schedule_names()
     if not isinstance(spec, CsvSchedule | ExecutedSchedule) and spec not in names:
-        given = misspelt(spec, names) if isinstance(spec, str) else repr(spec)
-        raise ConfigError(f"strict is {given}, must be one of: {', '.join(names)}")
+        raise ConfigError(f"strict is {misspelt(spec, names)}, must be one of: {', '.join(names)}")
     return Strict(_source(spec))
 
 
