@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core.claims import Sharing
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting
