@@ -187,14 +187,11 @@ def test_a_lost_output_is_named_with_the_copy_that_has_claimed_it() -> None:
 
 
 def test_a_lost_grant_of_a_deeper_chunk_is_named_with_its_virtual_stage() -> None:
-    lose = next(
-        Lose(message)
-        for _, message in sent_in("two chunks")
-        if isinstance(message, ClaimMessageId) and message.sort == "grant" and message.about.virtual_stage == 2
-    )
-    run = run_scenario(replace(CASES["two chunks"], faults=(lose,)))
+    grants = (m for _, m in sent_in("two chunks") if isinstance(m, ClaimMessageId) and m.sort == "grant")
+    grant = next(message for message in grants if message.about.virtual_stage == 2)
+    run = run_scenario(replace(CASES["two chunks"], faults=(Lose(grant),)))
     assert (run.ending, run.problems) == (Ending.STALLED, ())
-    assert f"waits for grant {lose.message.about}, which " in run.text
+    assert f"waits for grant {grant.about}, which " in run.text
 
 
 @pytest.mark.parametrize(
