@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.replicas.settings import Layout
 from rrfp.core import events as ev
+from rrfp.core.claims import lead_of
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.checker import RankChecker
@@ -57,7 +58,14 @@ class PooledStep(TimedCluster[Node]):
         known = None if sizes is None else tuple(sizes)
         super().__init__(EventQueue(), [*map(node, ranks_of(stages, replicas))], [step], sizes=known)
         self._pools = [
-            ev.Pool(rank.replica, replicas, tuple(homes), depths[rank.stage], tuple(paces[rank.stage]) if paces else ())
+            ev.Pool(
+                rank.replica,
+                replicas,
+                tuple(homes),
+                depths[rank.stage],
+                tuple(paces[rank.stage]) if paces else (),
+                lead_of(paces, replicas, sizes),
+            )
             for rank in (node.rank for node in self.nodes)
         ]
         self._seconds, self._latency = seconds, latency
