@@ -76,6 +76,9 @@ ABORTED_S = 2.0
 #: A look at a key of the store that is there, or not: at which pipeline a rank is that did not come.
 LOOK_S = 0.5
 
+#: Between two looks at a closed lane whose last call still runs.
+OVER_S = 0.005
+
 #: A look at a key of the store that is there already, or has come too late.
 GLANCE_S = 0.2
 
