@@ -481,6 +481,10 @@ class Session:
         self.enter()
         try:
             self._wait(self.start())
+        except BaseException:
+            self.leave()
+            raise
+        try:
             call = self.run(plan)
             result = call.finish(self._wait(call.rest))
             self._wait(self._settle())

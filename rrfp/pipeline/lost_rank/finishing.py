@@ -22,7 +22,7 @@ from rrfp.model.visits import Visits
 from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, RollCall, lost_rank
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime import records
-from rrfp.runtime.abort import Failure, describe
+from rrfp.runtime.abort import Failure, describe, failure_of
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.steps.batch_copies import CopiedBatch
 from rrfp.runtime.steps.dealer import factors_of
@@ -225,9 +225,9 @@ class Finishing:
             again.__cause__ = aborted.__cause__
             submit(roll_call.publish_end(str(again.origin)))
             raise again from aborted.__cause__
-        except BaseException as failed:
+        except Exception as failed:
             submit(roll_call.publish_end(describe(failed)))
-            raise
+            raise failure_of(failed, self._topology).error() from failed
         submit(roll_call.publish_end(""))
         if not is_whole:
             submit(roll_call.ends(ranks, timeouts.TRANSFER_S))
