@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
@@ -145,7 +145,8 @@ def finishes(training: Training, victim: int) -> Any:
         training.update()
         path = rrfp.checkpoint.save(training.folder / "saved", training.module, training.optimizer, pipe=pipe)
         state = pipe.state_dict()
-    return result.loss, result.losses, result.lost, gradients, training.parameters(), str(path), state["step"], str(result)
+    parameters, step = training.parameters(), state["step"]
+    return result.loss, result.losses, result.lost, gradients, parameters, str(path), step, str(result)
 
 
 class LostRanks(Children):

@@ -114,11 +114,12 @@ class Finishing:
         """Wait for that of all ranks that are left; None where no rank was lost."""
         return None if self._deciding is None else await asyncio.shield(self._deciding)
 
-    async def leave(self) -> None:
-        """The loop will end: other ranks may need this one's part in the roll call."""
-        if self._deciding is not None:
-            await asyncio.wait({self._deciding})
-            self._deciding.exception()  # read, or asyncio would log that no one has
+    async def leave(self) -> bool:
+        """The loop will end, and other ranks may need this one in the roll call; whether these can go on."""
+        if self._deciding is None:
+            return False
+        await asyncio.wait({self._deciding})
+        return not self._deciding.cancelled() and self._deciding.exception() is None
 
     # On the caller's thread.
 
@@ -271,9 +272,7 @@ class Finishing:
         losses = next((each.losses for each in every if each.taken == own.replica), ())
         trace = StepTrace(plan.step.number, 0.0, seconds)
         lost = survivors.decision.lost
-        return StepResult(
-            plan.batch.training_step, Mode.TRAIN, count, loss, losses, seconds, (), (), trace, lost=lost
-        )
+        return StepResult(plan.batch.training_step, Mode.TRAIN, count, loss, losses, seconds, (), (), trace, lost=lost)
 
     def _whole(self, result: StepResult, seconds: float) -> StepResult:
         """A result whose reports never come."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp import timeouts
-from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError, TransportError
+from rrfp.errors import Origin, PeerLostError, PipelineAborted, TransportError
 from rrfp.model.mesh import MeshPosition
 from rrfp.model.topology import Topology
 from rrfp.runtime import records

@@ -56,9 +56,7 @@ class Survivors:
         with self._explained():
             # Without local synchronisation: its names depend on the groups that each rank has made before. Otherwise
             # ranks that are not in it, such as the lost ones, are not waited for.
-            group: ProcessGroup = dist.new_group(
-                [self._torch_ranks[rank] for rank in self.ranks], backend="gloo"
-            )
+            group: ProcessGroup = dist.new_group([self._torch_ranks[rank] for rank in self.ranks], backend="gloo")
         return group
 
     @property
