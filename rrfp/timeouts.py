@@ -107,6 +107,9 @@ COLLECTIVE_ERROR_S = 4.0
 #: fault.
 DEVICE_VERDICT_S = 1.0
 
+#: After a loss with ``on_lost_rank="finish"``: a rank whose loop does not answer within this time is lost too.
+ROLL_CALL_S = 5.0
+
 #: Closing a transport in order waits for peers that do not answer.
 TRANSPORT_CLOSE_S = 5.0
 
@@ -164,6 +167,7 @@ def _check_order() -> None:
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
+        (("ABORTED_S", ABORTED_S), ("ROLL_CALL_S", ROLL_CALL_S)),
         (("GLANCE_S", GLANCE_S), ("LOOK_S", LOOK_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rrfp.compute.gradients.process_groups import all_gather_bytes
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
 
@@ -81,19 +81,8 @@ class Ranks:
         """The values of all ranks, by rank: plain data, as msgpack has it. Nothing is pickled."""
         packed: bytes = msgpack.packb(value, unicode_errors=_ANY_PATH)
         with failures("checkpoint: another rank has ended", self):
-            gathered = [packed] if self.group is None else self._gather(packed)
+            gathered = [packed] if self.group is None else all_gather_bytes(packed, self.group)
             return [msgpack.unpackb(each, unicode_errors=_ANY_PATH) for each in gathered]
-
-    def _gather(self, data: bytes) -> list[bytes]:
-        ranks = range(dist.get_world_size(self.group))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
-        lengths = [int(size) for size in sizes]
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        values = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(values, own, group=self.group)
-        return [value[:length].numpy().tobytes() for value, length in zip(values, lengths, strict=True)]
 
     def from_first(self, value: Any) -> Any:
         return self.gather(value)[0]

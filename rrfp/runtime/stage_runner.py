@@ -272,6 +272,11 @@ class StageRunner:
 
     # On any thread, at any time.
 
+    @property
+    def steps_ended(self) -> int:
+        """Steps of which this rank has the reports of all ranks."""
+        return self._context.activity.steps_ended
+
     def stuck(self, seconds: float) -> PipelineAborted:
         """The error for the caller when the loop has not run for ``seconds``; the loop itself can do nothing."""
         error = OverdueError(f"its event loop has not run for {seconds:.1f} s, longer than abort_after")

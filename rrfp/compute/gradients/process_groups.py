@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -45,6 +46,19 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
     members = [ranks[rank] for rank in topology.mesh.counterparts(topology.rank)]
     group: ProcessGroup = dist.new_group(members, use_local_synchronization=True)
     return group
+
+
+def all_gather_bytes(data: bytes, group: ProcessGroup) -> list[bytes]:
+    """What each rank of ``group``, over the CPU, gives."""
+    ranks = range(dist.get_world_size(group))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    lengths = [int(size) for size in sizes]
+    own = torch.zeros(max(lengths), dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    values = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(values, own, group=group)
+    return [value[:length].numpy().tobytes() for value, length in zip(values, lengths, strict=True)]
 
 
 def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
