@@ -286,6 +286,10 @@ class StageRunner:
         """After `close`: the copy that this rank keeps of another replica's batch of a step, if it is whole."""
         return None if self._copies is None else self._copies.held(step_number)
 
+    def has_copied(self, step_number: int) -> bool:
+        """Whether `copied` is not None."""
+        return self._copies is not None and self._copies.is_held(step_number)
+
     def batch_written(self) -> str | None:
         """After `close` and `idle`: how a task has changed what the caller passed for the step, if one did."""
         return None if self._copies is None else self._copies.written()

@@ -107,11 +107,16 @@ class BatchCopies:
         self._watched = []
         self._is_confirmed = True
 
+    def is_held(self, step_number: int) -> bool:
+        """Whether the copy of a step is whole."""
+        arrived = self._arriving.get(step_number)
+        return arrived is not None and arrived.is_whole
+
     def held(self, step_number: int) -> CopiedBatch | None:
         """The copy of a step, once it is whole. Called on any thread when no more messages come."""
-        arrived = self._arriving.get(step_number)
-        if arrived is None or not arrived.is_whole:
+        if not self.is_held(step_number):
             return None
+        arrived = self._arriving[step_number]
         every = arrived.fields()
 
         def listed(name: str) -> list[Any] | None:
