@@ -147,6 +147,10 @@ class Finishing:
                 raise error.with_traceback(None) from error.__cause__
             if decision is None:
                 raise error.with_traceback(None)
+            stages = {self._topology.place_of(rank).stage for rank in decision.survivors}
+            if gone := [stage for stage in range(self._topology.stages) if stage not in stages]:
+                error.add_note(f"the others cannot go on: no rank of stage {gone[0]} is left")
+                raise error.with_traceback(None) from error.__cause__
             assert self._roll_call is not None
             roll_call, own = self._roll_call, self._topology
 

@@ -106,6 +106,8 @@ class RollCall:
 
     async def hold(self, own: Answer, lost: int) -> Decision:
         """The decision of all that are left, as the first of them makes it. Names a rank that is lost meanwhile."""
+        # A launcher ends the other ranks of the lost one's host when it has looked: who answers later stays.
+        await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
         await self._publish(f"answer/{own.rank}", own)
         for rank in range(self._topology.world):
             if rank == own.rank:
