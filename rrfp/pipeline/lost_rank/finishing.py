@@ -19,7 +19,7 @@ from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, RollCall, lost_rank
+from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, End, RollCall, lost_rank
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure, describe, failure_of
@@ -106,7 +106,7 @@ class Finishing:
         if (lost := lost_rank(failure.origin)) is None or lost == self._topology.rank:
             return
         steps = self._runner.steps_ended
-        has_copy = self._runner.copied(steps) is not None
+        has_copy = self._runner.has_copied(steps)
         own = Answer(self._topology.rank, steps, has_copy, self._cannot(steps))
         self._deciding = asyncio.create_task(self._roll_call.hold(own, lost))
 
@@ -226,16 +226,16 @@ class Finishing:
         except PipelineAborted as aborted:  # its ranks are numbered anew
             origin = aborted.origin
             rank = ranks[origin.stage if origin.rank is None else origin.rank]
-            again = PipelineAborted(replace(origin, rank=rank))
-            again.__cause__ = aborted.__cause__
-            submit(roll_call.publish_end(str(again.origin)))
-            raise again from aborted.__cause__
+            submit(roll_call.publish_end(End(origin.cause, rank)))
+            raise PipelineAborted(replace(origin, rank=rank)) from aborted.__cause__
         except Exception as failed:
-            submit(roll_call.publish_end(describe(failed)))
-            raise failure_of(failed, self._topology).error() from failed
-        submit(roll_call.publish_end(""))
-        if not is_whole:
-            submit(roll_call.ends(ranks, timeouts.TRANSFER_S))
+            failure = failure_of(failed, self._topology)
+            submit(roll_call.publish_end(End(failure.origin.cause, self._topology.rank)))
+            raise failure.error() from failed
+        if is_whole:
+            submit(roll_call.publish_end(End()))
+        else:
+            submit(roll_call.ends(ranks, self._timeout_s))
         return result
 
     def _cannot(self, number: int) -> str:
