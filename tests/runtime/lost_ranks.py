@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
-from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
@@ -52,7 +51,7 @@ class Training:
             self.module,
             topology=place,
             rendezvous=StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test"),
-            **{**settings, "on_lost_rank": "finish", **options},  # type: ignore[arg-type]
+            **{**settings, "on_lost_rank": "finish", **options},
         )
 
     def step(self, pipe: BlockingPipeline, number: int) -> StepResult:
@@ -68,18 +67,18 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def parameters(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.module.parameters()]
+    def parameters(self) -> list[Any]:
+        return [parameter.tolist() for parameter in self.module.parameters()]
 
-    def gradients(self) -> list[Tensor | None]:
-        return [p.grad if p.grad is None else p.grad.clone() for p in self.module.parameters()]
+    def gradients(self) -> list[Any]:
+        return [p.grad if p.grad is None else p.grad.tolist() for p in self.module.parameters()]
 
 
 def batch_of(replica: int, step: int) -> Any:
     return data(4 + replica, seed=10 * step + replica)
 
 
-def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[tuple[float, list[list[Tensor]], list[Any]]]:
+def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[Any]:
     """Of each step: the loss, the gradients by stage, and the losses by replica; and the parameters behind it."""
     modules = stages(STAGES)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
@@ -118,7 +117,7 @@ def die_in(training: Training, pipe: BlockingPipeline, step: int, victim: int) -
             signal.pause()
 
     if training.place.rank == victim:
-        training.module.register_full_backward_hook(stop)
+        training.module.register_full_backward_pre_hook(stop)
 
 
 def say_when_copied(training: Training, pipe: BlockingPipeline, step: int, victim: int) -> None:

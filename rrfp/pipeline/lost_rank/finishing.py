@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from rrfp import timeouts
 from rrfp.compute.program import Batch
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.step_snapshot import StepSnapshot
@@ -25,7 +24,7 @@ from rrfp.runtime import records
 from rrfp.runtime.abort import Failure, describe, failure_of
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.steps.batch_copies import CopiedBatch
-from rrfp.runtime.steps.dealer import factors_of
+from rrfp.runtime.steps.passed import factors_of
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.trace.spans import StepTrace

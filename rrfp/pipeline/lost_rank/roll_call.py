@@ -126,7 +126,7 @@ class RollCall:
             if rank == lost or await self._answer(rank) is None:
                 continue
             # It waits for the others no longer than this rank has waited for it.
-            told = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
+            told: Decision | None = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
             if told is None:
                 raise self.aborted(rank, "ended or fell silent in the roll call after a loss")
             if own.rank not in told.survivors:
@@ -180,7 +180,8 @@ class RollCall:
 
     async def _answer(self, rank: int) -> Answer | None:
         """None if it does not answer in time."""
-        return await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, Answer)
+        answer: Answer | None = await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, Answer)
+        return answer
 
     async def _publish(self, key: str, value: Any) -> None:
         name = f"{self._keys}/{key}"
