@@ -29,7 +29,7 @@ async def arrived(rank: Rank, number: int) -> Any:
 
 
 def batch(count: int, seed: int = 0) -> list[Tensor]:
-    return list(torch.arange(3 * count).reshape(count, 3) + 100 * seed)
+    return [torch.arange(3) + 3 * m + 100 * seed for m in range(count)]
 
 
 @pytest.mark.parametrize("replicas", range(2, 9))
@@ -102,6 +102,19 @@ async def test_a_copy_is_kept_until_the_next_step_begins_and_may_come_before_its
         await asyncio.gather(early.end(), late.end())
 
 
+async def test_a_copy_that_reports_have_overtaken_is_dropped() -> None:
+    async with ranks(1) as (holder,):
+        plan = plan_of(0, 2)
+        holder.begin(plan)
+        holder.receive(0, plan, Task(F, 0, 0))
+        holder.context.activity.end_step()
+        holder.receive(0, plan, Task(F, 1, 0))
+        assert holder.copies.is_held(0)
+        holder.begin(plan_of(1, 2))
+        holder.receive(0, plan, Task(F, 1, 0))
+        assert not holder.copies.is_held(0)
+
+
 async def test_a_copy_has_memory_of_its_own() -> None:
     async with ranks(0, 1) as (sender, holder):
         for rank in (sender, holder):
@@ -132,7 +145,7 @@ async def test_a_task_that_writes_into_the_batch_is_refused_and_the_copy_is_what
         copy = await arrived_at(holder, sender)
         assert sender.copies.written() is None
         inputs[1].add_(1)
-        problem = "wrote into a tensor that was passed for microbatch 1, must not with on_lost_rank='finish'"
+        problem = "wrote into a tensor that was passed for microbatch 1, or that shares its memory, must not with"
         assert problem in str(sender.copies.written())
         with pytest.raises(StageError, match=problem):
             await sender.copies.settle()

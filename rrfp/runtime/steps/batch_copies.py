@@ -87,13 +87,16 @@ class BatchCopies:
         self._watched: list[tuple[int, Tensor, int]] = []
         #: A step has ended in which no task wrote into them.
         self._is_confirmed = False
+        #: The newest step that has begun here.
+        self._newest = 0
         #: By number of the step.
         self._arriving: dict[int, _Arriving] = {}
         self.handlers: Mapping[MessageKind, Callable[[Message], None]] = {MessageKind.COPY: self._on_message}
 
     def begin(self, plan: StepPlan) -> None:
         """A training step begins, whose ``plan`` has the microbatches of this rank's own caller."""
-        for number in [each for each in self._arriving if each < plan.step.number]:
+        self._newest = plan.step.number
+        for number in [each for each in self._arriving if each < self._newest]:
             del self._arriving[number]
         self._sent.clear()
         self._watched = []
@@ -138,8 +141,8 @@ class BatchCopies:
         for m, tensor, version in self._watched:
             if tensor._version != version:
                 return (
-                    f"a module or loss_fn wrote into a tensor that was passed for microbatch {m}, must not with "
-                    f"{_OPTION}, which may compute the step again: clone it first (x = x.clone())"
+                    f"a module or loss_fn wrote into a tensor that was passed for microbatch {m}, or that shares its "
+                    f"memory, must not with {_OPTION}, which may compute the step again: clone it first (x = x.clone())"
                 )
         return None
 
@@ -169,8 +172,10 @@ class BatchCopies:
         if sender != self._held_rank:
             raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but this rank keeps no copies of it")
         ended = self._activity.steps_ended
-        if step is None or step.number not in (ended, ended + 1):
+        if step is None or not ended - 1 <= step.number <= ended + 1:
             raise ProtocolError(f"rank {sender} sent a copy for {step}; step {ended} is next or running")
+        if step.number < self._newest:
+            return  # reports have overtaken it
         arriving = self._arriving.setdefault(step.number, _Arriving(step.microbatches))
         payload = payload_of(message)
         if arriving.is_whole or step.microbatches != arriving.microbatches:
