@@ -110,6 +110,9 @@ DEVICE_VERDICT_S = 1.0
 #: After a loss with ``on_lost_rank="finish"``: a rank whose loop does not answer within this time is lost too.
 ROLL_CALL_S = 5.0
 
+#: The ranks that are left then wait for each other so long: in a save, for the slowest one's writing.
+SURVIVORS_S = 600.0
+
 #: Closing a transport in order waits for peers that do not answer.
 TRANSPORT_CLOSE_S = 5.0
 

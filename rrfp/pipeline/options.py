@@ -448,7 +448,7 @@ def _check_finishing(options: Options) -> None:
     if options.deterministic:
         raise ConfigError("deterministic is True, must be False with on_lost_rank='finish': others add the gradients")
     if options.replay is not None:
-        raise ConfigError("replay is set, must be None with on_lost_rank='finish': a logged step has other microbatches")
+        raise ConfigError("replay is set, must be None with on_lost_rank='finish': it has other microbatches")
 
 
 def _check_patience(options: Options) -> None:

@@ -380,9 +380,7 @@ class Session:
         """Begin to compare whether gradients have overflowed, given whether they have in this process."""
         with self._beginning("comparing overflows"):
             packed, none = records.pack(own), records.pack(False)
-            return self._gathering(
-                "comparing overflows", "GradScaler.step", lambda: packed, lambda: none, any_overflow
-            )
+            return self._gathering("comparing overflows", "GradScaler.step", lambda: packed, lambda: none, any_overflow)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
         """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""
@@ -605,12 +603,12 @@ class Session:
         """
         if error is not None:
             self._fail(error)
-        if (finishing := self.ranks.finishing) is not None:
-            await finishing.leave()
+        # All of this caller's steps are done: the others save without it.
+        goes_on = self.ranks.finishing is not None and await self.ranks.finishing.leave()
         try:
             await self._close_ranks()
         except PipelineAborted as unraised:
-            if error is None:
+            if error is None and not goes_on:
                 await self._wait_for_failed_process(unraised)
                 raise
         if isinstance(error, PipelineAborted):

@@ -192,6 +192,7 @@ class StageRunner:
             trace=trace,
             outputs=self._program.outputs(),
             dealt=losses.ran if deal is None else deal.counts,
+            lost=(),
         )
 
     async def settle(self) -> None:

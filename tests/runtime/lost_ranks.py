@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
-from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
 from rrfp import StepResult
 from rrfp.compute.rng import replica_seed
-from rrfp.model.mesh import Mesh
+from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.topology import Topology
 from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.pipeline.lost_rank.roll_call import RollCall
+from rrfp.runtime.control_tree import holder_of
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous
 
@@ -43,13 +44,14 @@ class Training:
         self.place, self.folder, self.connection = place, folder, connection
         self.with_weights = options.pop("tokens", True)
         self.module = stages(STAGES)[place.stage]
+        self.named = {f"layers.{place.stage}": self.module}
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
         settings = {"loss_fn": loss_fn, "patience": PATIENCE_S, "lock_watch": False, "connect_timeout": 15.0}
         self.pipeline = rrfp.Pipeline(
             self.module,
             topology=place,
             rendezvous=StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test"),
-            **{**settings, "on_lost_rank": "finish", **options},  # type: ignore[arg-type]
+            **{**settings, "on_lost_rank": "finish", **options},
         )
 
     def step(self, pipe: BlockingPipeline, number: int) -> StepResult:
@@ -65,18 +67,18 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def parameters(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.module.parameters()]
+    def parameters(self) -> list[Any]:
+        return [parameter.tolist() for parameter in self.module.parameters()]
 
-    def gradients(self) -> list[Tensor | None]:
-        return [p.grad if p.grad is None else p.grad.clone() for p in self.module.parameters()]
+    def gradients(self) -> list[Any]:
+        return [p.grad if p.grad is None else p.grad.tolist() for p in self.module.parameters()]
 
 
 def batch_of(replica: int, step: int) -> Any:
     return data(4 + replica, seed=10 * step + replica)
 
 
-def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[tuple[float, list[list[Tensor]], list[Any]]]:
+def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[Any]:
     """Of each step: the loss, the gradients by stage, and the losses by replica; and the parameters behind it."""
     modules = stages(STAGES)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
@@ -115,7 +117,7 @@ def die_in(training: Training, pipe: BlockingPipeline, step: int, victim: int) -
             signal.pause()
 
     if training.place.rank == victim:
-        training.module.register_full_backward_hook(stop)
+        training.module.register_full_backward_pre_hook(stop)
 
 
 def say_when_copied(training: Training, pipe: BlockingPipeline, step: int, victim: int) -> None:
@@ -132,6 +134,12 @@ def say_when_copied(training: Training, pipe: BlockingPipeline, step: int, victi
         threading.Thread(target=look, daemon=True).start()
 
 
+def both_die(training: Training, victims: tuple[int, int]) -> Any:
+    """As `finishes`, with two victims."""
+    own = training.place.rank
+    return finishes(training, own if own in victims else {0: 1, 2: 3}[own])
+
+
 def finishes(training: Training, victim: int) -> Any:
     """Train; in the last step the victim dies in its last backward. The others update, save and leave."""
     with training.pipeline as pipe:
@@ -143,9 +151,74 @@ def finishes(training: Training, victim: int) -> Any:
         result = training.step(pipe, LAST)
         gradients = training.gradients()
         training.update()
-        path = rrfp.checkpoint.save(training.folder / "saved", training.module, training.optimizer, pipe=pipe)
+        path = rrfp.checkpoint.save(training.folder / "saved", training.named, training.optimizer, pipe=pipe)
         state = pipe.state_dict()
-    return result.loss, result.losses, result.lost, gradients, training.parameters(), str(path), state["step"], str(result)
+    parameters, step = training.parameters(), state["step"]
+    return result.loss, result.losses, result.lost, gradients, parameters, str(path), step, str(result)
+
+
+def resumes(training: Training) -> Any:
+    """Load the newest checkpoint, and train one step."""
+    with training.pipeline as pipe:
+        rrfp.checkpoint.load(training.folder / "saved", training.named, training.optimizer, pipe=pipe)
+        number = pipe.state_dict()["step"]
+        training.step(pipe, number)
+        training.update()
+        return number, training.parameters()
+
+
+def trains_until_lost(training: Training, victim: int, when: str) -> Any:
+    """Train; the victim dies before it calls step `LAST`, or when it has returned. The others save."""
+    told = ""
+    with training.pipeline as pipe:
+        for number in range(100):
+            if training.place.rank == victim and number == LAST and when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                result = training.step(pipe, number)
+            except rrfp.RankLostError as error:
+                told = str(error)
+                break
+            if training.place.rank == victim and number == LAST and when == "behind":
+                os.kill(os.getpid(), signal.SIGKILL)
+            training.update()
+            if result.lost:
+                told = "lost"
+                break
+        step = pipe.state_dict()["step"]
+        try:
+            training.step(pipe, number + 1)
+        except rrfp.RrfpError as error:
+            refused = str(error)
+        rrfp.checkpoint.save(training.folder / "saved", training.named, training.optimizer, pipe=pipe)
+    return told, step, training.parameters(), refused
+
+
+def clips_and_scales(training: Training, victim: int) -> Any:
+    """As `finishes`, with a GradScaler and clipped gradients."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with training.pipeline as pipe:
+        pipe.scale(scaler)
+        for number in range(LAST + 1):
+            if number == LAST:
+                die_in(training, pipe, LAST, victim)
+                say_when_copied(training, pipe, LAST, victim)
+            result = training.step(pipe, number)
+            scaler.unscale_(training.optimizer)
+            norm = pipe.clip_grad_norm_(0.01)
+            gradients = training.gradients()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+    return result.lost, norm, gradients
+
+
+def dies_in_the_roll_call(training: Training, victim: int, second: int, when: str) -> Any:
+    """As `finishes`; a second rank dies before it answers, or instead of a decision, or when the group is made."""
+    if training.place.rank == second:
+        method = {"before": "hold", "deciding": "_others", "running": "publish_end", "meeting": "meet"}[when]
+        setattr(RollCall, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    return finishes(training, victim)
 
 
 class LostRanks(Children):
@@ -161,8 +234,17 @@ class LostRanks(Children):
     def strike(self, rank: int) -> None:
         os.kill(int(self.processes[rank].pid), signal.SIGKILL)
 
-    def ends(self, ranks: Sequence[int]) -> dict[int, End]:
-        return {rank: self.end(rank) for rank in ranks}
+    def holder(self, rank: int) -> int:
+        """The rank that keeps the copies of ``rank``."""
+        stage, replica, _ = self.mesh.place_of(rank)
+        return self.mesh.rank(MeshPosition(stage, holder_of(replica, self.mesh.replicas), 0))
+
+    def values(self, ranks: Iterable[int]) -> dict[int, Any]:
+        """What the programs of ``ranks`` return."""
+        ends = {rank: self.end(rank) for rank in ranks}
+        for rank, end in ends.items():
+            assert not end.error, f"rank {rank}: {end.error}: {end.text}"
+        return {rank: end.value for rank, end in ends.items()}
 
 
 def _run(

@@ -3,42 +3,169 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime import lost_ranks
-from runtime.lost_ranks import LAST, STAGES, LostRanks, expected
+from runtime.lost_ranks import LAST, LostRanks, expected
 from runtime.toys import TOLERANCE
 
+import rrfp
+from rrfp.model.mesh import Mesh
+from rrfp.pipeline.lost_rank.roll_call import Answer, Decision
 
-def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+
+def close(left: list[Any], right: list[torch.Tensor]) -> bool:
+    """Whether numbers that came from a rank are those expected."""
     return len(left) == len(right) and all(
-        torch.allclose(a, b, rtol=0.0, atol=TOLERANCE) for a, b in zip(left, right, strict=True)
+        torch.allclose(torch.tensor(a, dtype=torch.float64), b, rtol=0.0, atol=TOLERANCE)
+        for a, b in zip(left, right, strict=True)
     )
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_the_others_finish_the_step(victim: int, tmp_path: Path) -> None:
-    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim)
-    try:
-        holder = victim ^ 1
+def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
+    """Kill ``victims`` in their last backward, once their copies have come; how the others ended, without an error."""
+    for victim in victims:
         assert ranks.hear(victim) == "here"
-        assert ranks.hear(holder) == "copied"
+        assert ranks.hear(ranks.holder(victim)) == "copied"
+    for victim in victims:
         ranks.strike(victim)
-        left = sorted({*range(4)} - {victim})
-        ends = ranks.ends(left)
-    finally:
-        ranks.kill()
-    loss, gradients, losses, parameters = expected(2, LAST + 1)[LAST]
-    for rank, end in ends.items():
-        assert not end.error, f"rank {rank}: {end.error}: {end.text}"
-        stage, replica = divmod(rank, 2)
-        own_loss, own_losses, lost, own_gradients, own_parameters, _, step, _ = end.value
-        assert lost == (victim,)
+    return ranks.values({*range(ranks.mesh.size)} - {*victims})
+
+
+def check_finished(values: dict[int, Any], lost: tuple[int, ...], replicas: int, *, tokens: bool = True) -> None:
+    """The step is what it would have been: losses, gradients and the update of every rank that is left."""
+    loss, gradients, losses, parameters = expected(replicas, LAST + 1, tokens=tokens)[LAST]
+    for rank, value in values.items():
+        stage, replica = divmod(rank, replicas)
+        own_loss, own_losses, own_lost, own_gradients, own_parameters, _, step, text = value
+        assert own_lost == lost
         assert abs(own_loss - loss) < TOLERANCE
-        assert close([torch.tensor(own_losses)], [torch.tensor(losses[replica])])
+        assert close([own_losses], [torch.tensor(losses[replica], dtype=torch.float64)])
         assert close(own_gradients, gradients[stage])
         assert close(own_parameters, parameters[stage])
         assert step == LAST + 1
-    assert STAGES == 2
+        assert text.startswith(f"step {LAST}, loss ")
+
+
+def check_resumed(folder: Path, replicas: int) -> None:
+    """A new job goes on from the checkpoint as if nothing had happened."""
+    for each in ("store", "gloo"):
+        (folder / each).unlink(missing_ok=True)
+    ranks = LostRanks(folder, lost_ranks.resumes, replicas=replicas)
+    try:
+        values = ranks.values(range(2 * replicas))
+    finally:
+        ranks.kill()
+    for rank, (number, parameters) in values.items():
+        assert number == LAST + 1
+        assert close(parameters, expected(replicas, LAST + 2)[-1][-1][rank // replicas])
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim)
+    try:
+        check_finished(strike(ranks, victim), (victim,), 2)
+    finally:
+        ranks.kill()
+    if victim == 3:
+        check_resumed(tmp_path, 2)
+
+
+@pytest.mark.parametrize("victim", [0, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"tokens": False, "transport": "zmq", "split": True, "hint": "bfw"}, {"share_replicas": True}]
+)
+def test_of_three_replicas_two_finish_it(victim: int, options: dict[str, Any], tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim, replicas=3, **options)
+    try:
+        check_finished(strike(ranks, victim), (victim,), 3, tokens=options.get("tokens", True))
+    finally:
+        ranks.kill()
+
+
+def test_both_ranks_of_a_replica_may_be_lost(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.both_die, (1, 3))
+    try:
+        check_finished(strike(ranks, 1, 3), (1, 3), 2)
+    finally:
+        ranks.kill()
+
+
+@pytest.mark.parametrize(("when", "steps"), [("before", LAST), ("behind", LAST + 1)])
+def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, tmp_path: Path) -> None:
+    victim = 2
+    ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when)
+    try:
+        values = ranks.values({0, 1, 3})
+    finally:
+        ranks.kill()
+    for rank, (told, step, parameters, refused) in values.items():
+        assert step == steps, told
+        assert told == "lost" or told.startswith("rank 2 lost (")
+        assert close(parameters, expected(2, steps)[-1][-1][rank // 2])
+        assert refused == "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
+
+
+def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.clips_and_scales, 3)
+    try:
+        values = strike(ranks, 3)
+    finally:
+        ranks.kill()
+    norms = {norm for _, norm, _ in values.values()}
+    assert len(norms) == 1
+    assert values[0][2] == values[1][2]
+    total = sum(float(torch.tensor(g).square().sum()) for rank in (0, 2) for g in values[rank][2])
+    assert abs(total**0.5 - 0.01) < 1e-6
+
+
+@pytest.mark.parametrize(("second", "when"), [(0, "deciding"), (1, "meeting"), (0, "running")])
+def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
+    try:
+        assert ranks.hear(3) == "here"
+        assert ranks.hear(2) == "copied"
+        ranks.strike(3)
+        ends = [ranks.end(rank) for rank in {0, 1, 2} - {second}]
+    finally:
+        ranks.kill()
+    for end in ends:
+        assert (end.error, end.culprit) == ("PipelineAborted", second), end
+
+
+class TestDecision:
+    """What follows from the answers of those that are left, of two stages by so many replicas."""
+
+    def of(self, replicas: int, *answers: Answer) -> Decision:
+        return Decision.of(answers, rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", replicas)))))
+
+    def test_whole_replicas_run_the_step_again(self) -> None:
+        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, False), Answer(2, 5, True))
+        assert decision == Decision((0, 1, 2), (3,), 5, "", (0,))
+        assert decision.ranks(rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", 2))))) == [0, 2]
+        assert decision.takes_over(0, 2) == 1
+
+    def test_each_of_several_broken_replicas_has_a_holder_of_its_own(self) -> None:
+        decision = self.of(4, *(Answer(rank, 1, True) for rank in range(8) if rank not in (0, 5)))
+        assert (decision.why, decision.whole) == ("", (2, 3))
+        assert [decision.takes_over(replica, 4) for replica in (2, 3)] == [0, 1]
+
+    def test_a_replica_whose_holder_is_broken_too_cannot_be_replaced(self) -> None:
+        decision = self.of(3, *(Answer(rank, 1, True) for rank in range(6) if rank not in (0, 4)))
+        assert decision.why == "Replicas 0 and 1 have lost ranks, and the second had the first one's microbatches"
+
+    def test_a_step_that_some_ranks_know_to_be_complete_is_not_run_again(self) -> None:
+        decision = self.of(2, Answer(0, 6, True), Answer(1, 5, True), Answer(2, 5, True))
+        assert (decision.step, bool(decision.why)) == (6, True)
+
+    def test_without_the_lost_microbatches_it_is_not_run_again(self) -> None:
+        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True), Answer(2, 5, False))
+        assert decision.why.startswith("The loss came before the others had the lost microbatches")
+
+    def test_a_rank_that_cannot_go_back_says_why(self) -> None:
+        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True, "it has gradients"), Answer(2, 5, True))
+        assert decision.why == ("The step cannot be run again, because of stage 0, dp 1 (rank 1): it has gradients")

@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from rrfp import timeouts
 from rrfp.compute.program import Batch
 from rrfp.compute.rng import replica_seed
 from rrfp.compute.step_snapshot import StepSnapshot
@@ -19,13 +18,13 @@ from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, RollCall, lost_rank
+from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, End, RollCall, lost_rank
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure, describe, failure_of
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.steps.batch_copies import CopiedBatch
-from rrfp.runtime.steps.dealer import factors_of
+from rrfp.runtime.steps.passed import factors_of
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.trace.spans import StepTrace
@@ -106,7 +105,7 @@ class Finishing:
         if (lost := lost_rank(failure.origin)) is None or lost == self._topology.rank:
             return
         steps = self._runner.steps_ended
-        has_copy = self._runner.copied(steps) is not None
+        has_copy = self._runner.has_copied(steps)
         own = Answer(self._topology.rank, steps, has_copy, self._cannot(steps))
         self._deciding = asyncio.create_task(self._roll_call.hold(own, lost))
 
@@ -114,11 +113,12 @@ class Finishing:
         """Wait for that of all ranks that are left; None where no rank was lost."""
         return None if self._deciding is None else await asyncio.shield(self._deciding)
 
-    async def leave(self) -> None:
-        """The loop will end: other ranks may need this one's part in the roll call."""
-        if self._deciding is not None:
-            await asyncio.wait({self._deciding})
-            self._deciding.exception()  # read, or asyncio would log that no one has
+    async def leave(self) -> bool:
+        """The loop will end, and other ranks may need this one in the roll call; whether these can go on."""
+        if self._deciding is None:
+            return False
+        await asyncio.wait({self._deciding})
+        return not self._deciding.cancelled() and self._deciding.exception() is None
 
     # On the caller's thread.
 
@@ -146,6 +146,10 @@ class Finishing:
                 raise error.with_traceback(None) from error.__cause__
             if decision is None:
                 raise error.with_traceback(None)
+            stages = {self._topology.place_of(rank).stage for rank in decision.survivors}
+            if gone := [stage for stage in range(self._topology.stages) if stage not in stages]:
+                error.add_note(f"the others cannot go on: no rank of stage {gone[0]} is left")
+                raise error.with_traceback(None) from error.__cause__
             assert self._roll_call is not None
             roll_call, own = self._roll_call, self._topology
 
@@ -221,16 +225,16 @@ class Finishing:
         except PipelineAborted as aborted:  # its ranks are numbered anew
             origin = aborted.origin
             rank = ranks[origin.stage if origin.rank is None else origin.rank]
-            again = PipelineAborted(replace(origin, rank=rank))
-            again.__cause__ = aborted.__cause__
-            submit(roll_call.publish_end(str(again.origin)))
-            raise again from aborted.__cause__
+            submit(roll_call.publish_end(End(origin.cause, rank)))
+            raise PipelineAborted(replace(origin, rank=rank)) from aborted.__cause__
         except Exception as failed:
-            submit(roll_call.publish_end(describe(failed)))
-            raise failure_of(failed, self._topology).error() from failed
-        submit(roll_call.publish_end(""))
-        if not is_whole:
-            submit(roll_call.ends(ranks, timeouts.TRANSFER_S))
+            failure = failure_of(failed, self._topology)
+            submit(roll_call.publish_end(End(failure.origin.cause, self._topology.rank)))
+            raise failure.error() from failed
+        if is_whole:
+            submit(roll_call.publish_end(End()))
+        else:
+            submit(roll_call.ends(ranks, self._timeout_s))
         return result
 
     def _cannot(self, number: int) -> str:
@@ -271,9 +275,7 @@ class Finishing:
         losses = next((each.losses for each in every if each.taken == own.replica), ())
         trace = StepTrace(plan.step.number, 0.0, seconds)
         lost = survivors.decision.lost
-        return StepResult(
-            plan.batch.training_step, Mode.TRAIN, count, loss, losses, seconds, (), (), trace, lost=lost
-        )
+        return StepResult(plan.batch.training_step, Mode.TRAIN, count, loss, losses, seconds, (), (), trace, lost=lost)
 
     def _whole(self, result: StepResult, seconds: float) -> StepResult:
         """A result whose reports never come."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp import timeouts
-from rrfp.errors import Origin, PeerLostError, PipelineAborted, ProtocolError, TransportError
+from rrfp.errors import Origin, PeerLostError, PipelineAborted, TransportError
 from rrfp.model.mesh import MeshPosition
 from rrfp.model.topology import Topology
 from rrfp.runtime import records
@@ -94,6 +94,15 @@ def _why_not(answers: Sequence[Answer], topology: Topology, broken: Sequence[int
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a rank has run a step again."""
+
+    #: Why it could not; empty if it has; and the rank at fault.
+    reason: str = ""
+    culprit: int = -1
+
+
 class RollCall:
     """The roll call of one pipeline, on one rank. ``run_id`` is the pipeline's."""
 
@@ -106,6 +115,8 @@ class RollCall:
 
     async def hold(self, own: Answer, lost: int) -> Decision:
         """The decision of all that are left, as the first of them makes it. Names a rank that is lost meanwhile."""
+        # A launcher ends the other ranks of the lost one's host when it has looked: who answers later stays.
+        await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
         await self._publish(f"answer/{own.rank}", own)
         for rank in range(self._topology.world):
             if rank == own.rank:
@@ -115,7 +126,7 @@ class RollCall:
             if rank == lost or await self._answer(rank) is None:
                 continue
             # It waits for the others no longer than this rank has waited for it.
-            told = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
+            told: Decision | None = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
             if told is None:
                 raise self.aborted(rank, "ended or fell silent in the roll call after a loss")
             if own.rank not in told.survivors:
@@ -124,25 +135,34 @@ class RollCall:
         raise AssertionError("this rank is one of them")
 
     def aborted(self, rank: int, reason: str) -> PipelineAborted:
-        """The error that names ``rank``."""
-        cause = f"{PeerLostError.__name__}: {reason}"
+        """The error of the loss of ``rank``."""
+        return self._named(rank, f"{PeerLostError.__name__}: {reason}")
+
+    def _named(self, rank: int, cause: str) -> PipelineAborted:
         return PipelineAborted(Origin(self._topology.place_of(rank).stage, None, cause, rank))
 
-    async def publish_end(self, reason: str) -> None:
-        """This rank has run the step again, or could not, for a ``reason``."""
-        await self._publish(f"end/{self._topology.rank}", reason)
+    async def publish_end(self, end: End) -> None:
+        """How this rank, of a whole replica, has run the step again."""
+        await self._publish(f"end/{self._topology.rank}", end)
 
     async def ends(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Wait until ``ranks`` have run the step again; errors as in `aborted`."""
-
-        async def end(rank: int) -> None:
-            reason = await self._look(f"end/{rank}", timeout_s, str)
-            if reason is None:
-                raise self.aborted(rank, f"did not run the step again within {timeout_s:g} s")
-            if reason:
-                raise self.aborted(rank, f"could not run the step again: {reason}")
-
-        await by_peer(ranks, end)
+        looks = {asyncio.create_task(self._look(f"end/{rank}", timeouts.TRANSFER_S, End)): rank for rank in ranks}
+        try:
+            # Whichever is done knows that all are, or that one is lost.
+            await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(looks, timeout=timeout_s)
+            ends = {looks[look]: look.result() for look in done}
+            for rank in ranks:
+                if (end := ends.get(rank)) is not None and end.reason:
+                    raise self._named(end.culprit, end.reason)
+            for rank in ranks:
+                if ends.get(rank) is None:
+                    raise self.aborted(rank, "ended or fell silent while the step was run again")
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
 
     async def meet(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Wait until all ``ranks`` are here, to make a group; errors as in `aborted`."""
@@ -160,7 +180,8 @@ class RollCall:
 
     async def _answer(self, rank: int) -> Answer | None:
         """None if it does not answer in time."""
-        return await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, Answer)
+        answer: Answer | None = await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, Answer)
+        return answer
 
     async def _publish(self, key: str, value: Any) -> None:
         name = f"{self._keys}/{key}"

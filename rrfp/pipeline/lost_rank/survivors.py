@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rrfp import timeouts
 from rrfp.compute.gradients.process_groups import all_gather_bytes
 from rrfp.compute.gradients.reducer import parameters_once
 from rrfp.errors import PipelineAborted
@@ -57,7 +59,9 @@ class Survivors:
             # Without local synchronisation: its names depend on the groups that each rank has made before. Otherwise
             # ranks that are not in it, such as the lost ones, are not waited for.
             group: ProcessGroup = dist.new_group(
-                [self._torch_ranks[rank] for rank in self.ranks], backend="gloo"
+                [self._torch_ranks[rank] for rank in self.ranks],
+                timeout=timedelta(seconds=timeouts.SURVIVORS_S),
+                backend="gloo",
             )
         return group
 
