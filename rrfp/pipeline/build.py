@@ -19,6 +19,7 @@ from rrfp.compute.gradients.process_groups import (
     check_replicas,
     check_sharded,
     check_synchronised,
+    check_world,
     replica_group,
     warn_of_unreduced,
 )
@@ -242,6 +243,7 @@ class RankBuilder:
         if options.on_lost_rank == "finish":
             check_finishing(topologies[0], parts, modules, has_parts=partition.model is not None)
             assert torch_ranks is not None
+            check_world(topologies[0])
             self._finishing = Finishing(
                 topologies[0], job.run_id, job.secret, torch_ranks, seed_of(options), options.connect_timeout
             )

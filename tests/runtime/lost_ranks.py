@@ -243,9 +243,12 @@ class LostRanks(Children):
         stage, replica, _ = self.mesh.place_of(rank)
         return self.mesh.rank(MeshPosition(stage, holder_of(replica, self.mesh.replicas), 0))
 
+    def ends(self, ranks: Iterable[int]) -> dict[int, End]:
+        return {rank: self.end(rank) for rank in ranks}
+
     def values(self, ranks: Iterable[int]) -> dict[int, Any]:
         """What the programs of ``ranks`` return."""
-        ends = {rank: self.end(rank) for rank in ranks}
+        ends = self.ends(ranks)
         for rank, end in ends.items():
             assert not end.error, f"rank {rank}: {end.error}: {end.text}"
         return {rank: end.value for rank, end in ends.items()}

@@ -75,6 +75,15 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
         )
 
 
+def check_world(topology: Topology) -> None:
+    """Refuse a pipeline of some ranks of ``torch.distributed``, where those that are left make a group."""
+    if dist.is_available() and dist.is_initialized() and (world := dist.get_world_size()) != topology.world:
+        raise ConfigError(
+            f"on_lost_rank is 'finish', must be 'abort' for a pipeline of {topology.world} of {world} ranks of "
+            "torch.distributed: a checkpoint is of all"
+        )
+
+
 def check_sharded(
     modules: Mapping[int, nn.Module], topology: Topology, ranks: Sequence[int], text_of: TextOf = numbered
 ) -> None:
