@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batches import long
 from fork_server import fork_server  # noqa: F401 - a fixture
 from runtime import lost_ranks
 from runtime.lost_ranks import LAST, LostRanks, expected
-from runtime.toys import TOLERANCE
+from runtime.toys import TOLERANCE, Ones
 
 import rrfp
+from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.lost_rank.roll_call import Answer, Decision
+from rrfp.pipeline.options import complete
 
 
 def close(left: list[Any], right: list[torch.Tensor]) -> bool:
@@ -64,7 +68,7 @@ def check_resumed(folder: Path, replicas: int) -> None:
         assert close(parameters, expected(replicas, LAST + 2)[-1][-1][rank // replicas])
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("victim", [long(0), long(1), long(2), 3])
 def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.finishes, victim)
     try:
@@ -75,9 +79,15 @@ def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path:
         check_resumed(tmp_path, 2)
 
 
-@pytest.mark.parametrize("victim", [0, 4])
+@pytest.mark.parametrize("victim", [0, long(4)])
 @pytest.mark.parametrize(
-    "options", [{}, {"tokens": False, "transport": "zmq", "split": True, "hint": "bfw"}, {"share_replicas": True}]
+    "options",
+    [
+        long({}),
+        {"tokens": False, "transport": "zmq", "split": True, "hint": "bfw"},
+        long({"share_replicas": True}),
+        long({"share_replicas": "dealt"}),
+    ],
 )
 def test_of_three_replicas_two_finish_it(victim: int, options: dict[str, Any], tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.finishes, victim, replicas=3, **options)
@@ -87,6 +97,7 @@ def test_of_three_replicas_two_finish_it(victim: int, options: dict[str, Any], t
         ranks.kill()
 
 
+@pytest.mark.long
 def test_both_ranks_of_a_replica_may_be_lost(tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.both_die, (1, 3))
     try:
@@ -95,7 +106,7 @@ def test_both_ranks_of_a_replica_may_be_lost(tmp_path: Path) -> None:
         ranks.kill()
 
 
-@pytest.mark.parametrize(("when", "steps"), [("before", LAST), ("behind", LAST + 1)])
+@pytest.mark.parametrize(("when", "steps"), [("before", LAST), long("behind", LAST + 1)])
 def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, tmp_path: Path) -> None:
     victim = 2
     ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when)
@@ -123,7 +134,7 @@ def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: 
     assert abs(total**0.5 - 0.01) < 1e-6
 
 
-@pytest.mark.parametrize(("second", "when"), [(0, "deciding"), (1, "meeting"), (0, "running")])
+@pytest.mark.parametrize(("second", "when"), [long(0, "deciding"), (1, "meeting"), long(0, "running")])
 def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
     try:
@@ -135,6 +146,56 @@ def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tm
         ranks.kill()
     for end in ends:
         assert (end.error, end.culprit) == ("PipelineAborted", second), end
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"on_lost_rank": "go on"}, "on_lost_rank is 'go on', must be one of: abort, finish"),
+        ({"deterministic": True}, "deterministic is True, must be False with on_lost_rank='finish'"),
+        ({"replay": "logs"}, "replay is set, must be None with on_lost_rank='finish'"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        complete({"on_lost_rank": "finish", **options})  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("dims", "module", "options", "reason"),
+    [
+        ({"pp": 2}, torch.nn.Linear(2, 2), {}, "for one replica"),
+        ({"pp": 2, "tp": 2, "dp": 2}, torch.nn.Linear(2, 2), {}, r"where a group has 2 ranks \(pp 2, tp 2, dp 2\)"),
+        ({"pp": 2, "dp": 2}, Ones(), {}, "for a StageProgram, whose steps are its own"),
+        ({"pp": 2, "dp": 2}, torch.nn.Linear(2, 2), {"loop": "caller"}, "loop is 'caller', must be 'own'"),
+    ],
+)
+def test_pipelines_that_it_does_not_go_with_are_refused(
+    dims: dict[str, int], module: Any, options: dict[str, Any], reason: str
+) -> None:
+    place = rrfp.Topology.at(0, Mesh((*dims.items(),)))
+    with pytest.raises(ConfigError, match=reason):
+        rrfp.Pipeline(module, topology=place, on_lost_rank="finish", **options)
+
+
+def test_a_graph_of_parts_and_stages_in_one_process_are_refused() -> None:
+    graph = rrfp.Graph()
+    graph.part("model", stages=[0, 1])
+    place = rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", 2))))
+    with pytest.raises(ConfigError, match="for a graph of parts"):
+        rrfp.Pipeline({"model": torch.nn.Linear(2, 2)}, topology=place, graph=graph, on_lost_rank="finish")
+    with pytest.raises(ConfigError, match="on_lost_rank is 'finish', must be 'abort' for one replica"):
+        rrfp.local([torch.nn.Linear(2, 2)], on_lost_rank="finish")
+
+
+def test_the_error_of_a_loss_between_steps_travels_between_processes() -> None:
+    origin = Origin(1, None, "PeerLostError: its process ended", 3)
+    error = pickle.loads(pickle.dumps(RankLostError(origin, (2, 3), 7, "Between two steps")))
+    assert (error.origin, error.lost, error.step, error.reason) == (origin, (2, 3), 7, "Between two steps")
+    assert str(error) == (
+        "ranks 2 and 3 lost (stage 1 (rank 3): PeerLostError: its process ended). Between two steps. Training steps "
+        "before 7 are complete: save a checkpoint with pipe=pipe, and end"
+    )
 
 
 class TestDecision:
