@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
+from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
@@ -116,8 +117,11 @@ def die_in(training: Training, pipe: BlockingPipeline, step: int, victim: int) -
             training.connection.send("here")
             signal.pause()
 
+    def watch(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(stop)  # type: ignore[no-untyped-call]
+
     if training.place.rank == victim:
-        training.module.register_full_backward_pre_hook(stop)
+        training.module.register_forward_hook(watch)
 
 
 def say_when_copied(training: Training, pipe: BlockingPipeline, step: int, victim: int) -> None:
@@ -137,7 +141,7 @@ def say_when_copied(training: Training, pipe: BlockingPipeline, step: int, victi
 def both_die(training: Training, victims: tuple[int, int]) -> Any:
     """As `finishes`, with two victims."""
     own = training.place.rank
-    return finishes(training, own if own in victims else {0: 1, 2: 3}[own])
+    return finishes(training, victims[0] if own in victims else {0: 1, 2: 3}[own])
 
 
 def finishes(training: Training, victim: int) -> Any:

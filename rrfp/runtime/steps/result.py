@@ -146,7 +146,10 @@ class StepResult(_Reported):
 
         name = f"step {self.step}" if self.mode is Mode.TRAIN else f"evaluation before step {self.step}"
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"
-        head = f"{name}{loss}, {self.microbatches} microbatches, {duration(self.seconds)}"
+        without = f", without rank {' and '.join(map(str, self.lost))}" if self.lost else ""
+        head = f"{name}{loss}, {self.microbatches} microbatches, {duration(self.seconds)}{without}"
+        if not self.breakdown:
+            return head
         return f"{head}\n{breakdown_text(self.breakdown, peak_held=self.peak_held, peak_bytes=self.peak_bytes)}"
 
     def __repr__(self) -> str:
