@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rrfp.compute.step_snapshot import StepSnapshot
+from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
 
 
 class Carries(nn.Module):

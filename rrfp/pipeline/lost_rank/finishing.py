@@ -12,13 +12,13 @@ from torch import nn
 
 from rrfp.compute.program import Batch
 from rrfp.compute.rng import replica_seed
-from rrfp.compute.step_snapshot import StepSnapshot
 from rrfp.errors import Origin, PipelineAborted, RankLostError, RrfpError, StageError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
 from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, End, RollCall, lost_rank
+from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime import records
 from rrfp.runtime.abort import Failure, describe, failure_of
