@@ -22,6 +22,9 @@ class Carries(nn.Module):
         self.register_buffer("replaced", torch.zeros(()))
         self.register_buffer("dropped", torch.ones(2))
         self.register_buffer("absent", None)
+        self.written: Tensor
+        self.unsaved: Tensor
+        self.replaced: Tensor
         self.dropped: Tensor | None
         self.absent: Tensor | None
 

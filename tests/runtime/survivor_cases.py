@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,8 @@ class Survivors:
 class Pipe:
     """A pipeline, of which some ranks are left."""
 
-    def __init__(self, rank: int, model: nn.Module, left: Sequence[int] = ()) -> None:
+    def __init__(self, rank: int, parts: Mapping[str, nn.Module], left: Sequence[int] = ()) -> None:
+        (model,) = parts.values()
         self.state = rrfp.Pipeline(model, topology=rrfp.Topology.at(rank, MESH), loss_fn=loss_fn, first_step=3)
         if left:  # all ranks come here: torch counts the groups that each has made
             self._survivors = Survivors(dist.new_group([*left], backend="gloo"))
@@ -73,18 +74,18 @@ def those_that_are_left_save_what_all_load(rank: int) -> None:
     for lost in ([0], [3], [0, 3], [2]):
         folder = folder_of_all()
         before = parts_of(rank, 9)  # a save of all ranks, by rank 0
-        checkpoint.save(folder, before, adamw(before), pipe=Pipe(rank, *before.values()))
+        checkpoint.save(folder, before, adamw(before), pipe=Pipe(rank, before))
         left = [other for other in range(4) if other not in lost]
         parts = parts_of(rank, 1)
         torch.manual_seed(rank)
         state = torch.get_rng_state()
-        pipe = Pipe(rank, *parts.values(), left)
+        pipe = Pipe(rank, parts, left)
         if rank not in lost:
             checkpoint.save(folder, parts, adamw(parts), pipe=pipe, extra=rank)
         dist.barrier()
         torch.manual_seed(77)
         loaded_parts = parts_of(rank, 2)
-        pipe = Pipe(rank, *loaded_parts.values())
+        pipe = Pipe(rank, loaded_parts)
         loaded = checkpoint.load(folder, loaded_parts, adamw(loaded_parts), pipe=pipe)
         assert loaded is not None
         assert loaded.step == 3
@@ -100,7 +101,7 @@ def those_that_are_left_save_what_all_load(rank: int) -> None:
 
 def an_error_names_the_rank_by_its_number(rank: int) -> None:
     folder, parts = folder_of_all(), parts_of(rank, 1)
-    pipe, extra = Pipe(rank, *parts.values(), [1, 2, 3]), object() if rank == 2 else None
+    pipe, extra = Pipe(rank, parts, [1, 2, 3]), object() if rank == 2 else None
     if rank:
         with pytest.raises(ConfigError, match="rank 2's extra is a object"):
             checkpoint.save(folder, parts, pipe=pipe, extra=extra)
@@ -109,7 +110,7 @@ def an_error_names_the_rank_by_its_number(rank: int) -> None:
 def a_save_that_was_under_way_is_given_up(rank: int) -> None:
     folder, parts = folder_of_all(), parts_of(rank, 1)
     under_way.append(Future())
-    pipe = Pipe(rank, *parts.values(), [1, 2, 3])
+    pipe = Pipe(rank, parts, [1, 2, 3])
     if rank:
         checkpoint.save(folder, parts, pipe=pipe)
     under_way.clear()

@@ -130,7 +130,9 @@ class BatchCopies:
         return CopiedBatch(
             self._held_replica,
             arrived.microbatches,
-            *(listed(name) for name in ("inputs", "targets", "kwargs")),
+            listed("inputs"),
+            listed("targets"),
+            listed("kwargs"),
             None if weights is None else tuple(weights),
             None if sizes is None else tuple(sizes),
             every[0]["grad_scales"],
