@@ -63,13 +63,14 @@ _NOBODY = -1
 
 
 def lead_of(stages: Iterable[Sequence[float]], copies: int, sizes: Sequence[float] | None) -> int:
-    """The `Pool.lead` of a step, of whose stages these are the paces, if known.
+    """The `Pool.lead` of a step, of whose stages these are the paces, empty where they are not known.
 
     Copies that are behind by chance alone are left to themselves. What a slow copy has to do, or one with larger
     microbatches, is not chance.
     """
-    is_known = sizes is not None or any(SLOW * min(paces) < max(paces) for paces in stages if paces)
-    return 0 if is_known else max(0, copies - FEW)
+    known = [*stages]
+    is_even = known and sizes is None and all(paces and max(paces) <= SLOW * min(paces) for paces in known)
+    return max(0, copies - FEW) if is_even else 0
 
 
 class _Line(NamedTuple):
