@@ -25,6 +25,13 @@ def test_within_auto_a_whole_backward_reaches_the_bound_and_a_split_one_pays_one
         assert cell.held <= 1.5 * 8 * 8
 
 
+def test_with_claims_a_step_takes_one_round_trip_of_each_slow_link_more() -> None:
+    found = {(cell.links, cell.delay): cell for cell in cells() if cell.method == CLAIMED}
+    for (links, delay), cell in found.items():
+        expected = found["none", 0].milliseconds + 4 * delay * len(LINKS.get(links, ()))
+        assert cell.milliseconds == pytest.approx(expected)
+
+
 def test_every_kind_of_pipeline_is_run_within_every_limit() -> None:
     rows = [(row.pipelines, row.limit) for row in kinds(1)]
     assert len(rows) == len(set(rows)) == 5 * 4
