@@ -69,7 +69,6 @@ class Basis:
 
     @classmethod
     def recorded(cls, adviser: Adviser) -> Self:
-        """Of a trace."""
         if adviser.job.strict == REPLAY:
             raise ConfigError(
                 f"{adviser.name}: the job replayed a logged step, must be one that chose its order itself"
@@ -148,7 +147,6 @@ def plans_of(
     ran: Callable[[], object],
     recomputed: Recomputed | None = None,
 ) -> Plans:
-    """The plans for a job."""
     num_bytes = None
     if request.memory is not None and not (num_bytes := bytes_of(request.memory)):
         raise ConfigError(f"memory is {request.memory!r}, must be a size such as 8GB (B, kB, MB, GB)")
