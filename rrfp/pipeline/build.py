@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
-from rrfp.compute.gradients.module_reduction import check_wrappers
+from rrfp.compute.gradients.module_checks import check_not_sparse, check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
     check_sharded,
@@ -22,7 +22,6 @@ from rrfp.compute.gradients.process_groups import (
     warn_of_unreduced,
 )
 from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.ties import ProcessTies, TiedGradients, Ties
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
