@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.topology import Topology
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.lost_rank.roll_call import RollCall
+from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
+from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime.control_tree import holder_of
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous
@@ -44,6 +47,10 @@ class Training:
     def __init__(self, place: Topology, folder: Path, connection: Connection, **options: Any) -> None:
         self.place, self.folder, self.connection = place, folder, connection
         self.with_weights = options.pop("tokens", True)
+        if options.pop("hosted", False):
+            where: dict[str, Any] = {}
+        else:
+            where = {"rendezvous": StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test")}
         self.module = stages(STAGES)[place.stage]
         self.named = {f"layers.{place.stage}": self.module}
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
@@ -51,7 +58,7 @@ class Training:
         self.pipeline = rrfp.Pipeline(
             self.module,
             topology=place,
-            rendezvous=StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test"),
+            **where,
             **{**settings, "on_lost_rank": "finish", **options},
         )
 
@@ -218,10 +225,23 @@ def clips_and_scales(training: Training, victim: int) -> Any:
 
 
 def dies_in_the_roll_call(training: Training, victim: int, second: int, when: str) -> Any:
-    """As `finishes`; a second rank dies before it answers, or instead of a decision, or when the group is made."""
+    """As `finishes`; a second rank dies meanwhile, ``when`` it does something."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_in_a_task(*_: Any) -> None:
+        training.module.register_forward_hook(die)
+
+    owner, method, action = {
+        "deciding": (RollCall, "_others", die),
+        "beginning": (StepSnapshot, "restore", die),
+        "running": (StepSnapshot, "restore", die_in_a_task),
+        "done": (RollCall, "publish_end", die),
+        "meeting": (Survivors, "pass_gradients", die),
+    }[when]
     if training.place.rank == second:
-        method = {"before": "hold", "deciding": "_others", "running": "publish_end", "meeting": "meet"}[when]
-        setattr(RollCall, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(owner, method, action)
     return finishes(training, victim)
 
 
@@ -232,8 +252,12 @@ class LostRanks(Children):
         super().__init__()
         mesh = Mesh((("pp", STAGES), ("dp", replicas)))
         self.mesh = mesh
+        init = f"file://{folder}/gloo"
+        if options.get("hosted"):  # by rank 0
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                init = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         for rank in range(mesh.size):
-            self.start(f"rank-{rank}", _run, folder, mesh, rank, program, arguments, options)
+            self.start(f"rank-{rank}", _run, folder, init, mesh, rank, program, arguments, options)
 
     def strike(self, rank: int) -> None:
         os.kill(int(self.processes[rank].pid), signal.SIGKILL)
@@ -255,10 +279,10 @@ class LostRanks(Children):
 
 
 def _run(
-    folder: Path, mesh: Mesh, rank: int, program: Any, arguments: Any, options: Any, connection: Connection
+    folder: Path, init: str, mesh: Mesh, rank: int, program: Any, arguments: Any, options: Any, connection: Connection
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=mesh.size)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=mesh.size)
 
     def run() -> Any:
         return program(Training(rrfp.Topology.at(rank, mesh), folder, connection, **options), *arguments)

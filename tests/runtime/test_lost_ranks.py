@@ -29,6 +29,13 @@ def close(left: list[Any], right: list[torch.Tensor]) -> bool:
     )
 
 
+#: A second rank that dies, of which replica 1 is broken, and when; see `lost_ranks.dies_in_the_roll_call`.
+SECOND = [
+    (0, "running"),
+    *(long(*each) for each in [(0, "deciding"), (0, "beginning"), (2, "running"), (0, "done"), (1, "meeting")]),
+]
+
+
 def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
     """Kill ``victims`` in the first one's last backward, once their copies have come; what the others return."""
     assert ranks.hear(victims[0]) == "here"
@@ -134,7 +141,9 @@ def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: 
     assert abs(total**0.5 - 0.01) < 1e-6
 
 
-@pytest.mark.parametrize(("second", "when"), [long(0, "deciding"), (1, "meeting"), long(0, "running")])
+@pytest.mark.parametrize(
+    ("second", "when"), [(second, when) if when == "running" else long(second, when) for second, when in SECOND]
+)
 def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
     try:
@@ -146,6 +155,28 @@ def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tm
         ranks.kill()
     for end in ends:
         assert (end.error, end.culprit) == ("PipelineAborted", second), end
+
+
+def test_with_the_host_of_the_store_the_job_ends_by_its_name(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, 0, hosted=True)
+    try:
+        assert ranks.hear(0) == "here"
+        assert ranks.hear(1) == "copied"
+        ranks.strike(0)
+        ends = [ranks.end(rank) for rank in (1, 2, 3)]
+    finally:
+        ranks.kill()
+    for end in ends:
+        assert (end.error, end.culprit) == ("PipelineAborted", 0), end
+
+
+@pytest.mark.long
+def test_with_a_store_that_is_left_they_finish_it(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, 3, hosted=True)
+    try:
+        check_finished(strike(ranks, 3), (3,), 2)
+    finally:
+        ranks.kill()
 
 
 @pytest.mark.parametrize(
