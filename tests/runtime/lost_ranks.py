@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
@@ -51,7 +52,9 @@ class Training:
             where: dict[str, Any] = {}
         else:
             where = {"rendezvous": StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test")}
-        self.module = stages(STAGES)[place.stage]
+        self.module = model(tied=bool(options.get("tied")))[place.stage]
+        if options.pop("tied", False):
+            options["ties"] = {"weight": self.module[0].weight}
         self.named = {f"layers.{place.stage}": self.module}
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
         settings = {"loss_fn": loss_fn, "patience": PATIENCE_S, "lock_watch": False, "connect_timeout": 15.0}
@@ -86,9 +89,17 @@ def batch_of(replica: int, step: int) -> Any:
     return data(4 + replica, seed=10 * step + replica)
 
 
-def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[Any]:
+def model(*, tied: bool) -> list[nn.Sequential]:
+    """By stage; the weights of both may be equal."""
+    modules: Any = stages(STAGES)
+    if tied:
+        modules[1][0].weight.data.copy_(modules[0][0].weight.data)
+    return [*modules]
+
+
+def expected(replicas: int, steps: int, *, tokens: bool = True, tied: bool = False) -> list[Any]:
     """Of each step: the loss, the gradients by stage, and the losses by replica; and the parameters behind it."""
-    modules = stages(STAGES)
+    modules = model(tied=tied)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
     history = []
     for number in range(steps):
@@ -103,6 +114,11 @@ def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[Any]:
             assert found.loss is not None
             loss += found.loss / total
             losses.append(found.losses)
+        if tied:
+            copies: list[Any] = [module[0].weight for module in modules]
+            total_of_copies = copies[0].grad + copies[1].grad
+            for copy in copies:
+                copy.grad = total_of_copies.clone()
         gradients = [[p.grad.clone() for p in module.parameters() if p.grad is not None] for module in modules]
         for optimizer in optimizers:
             optimizer.step()
@@ -166,6 +182,20 @@ def finishes(training: Training, victim: int) -> Any:
         state = pipe.state_dict()
     parameters, step = training.parameters(), state["step"]
     return result.loss, result.losses, result.lost, gradients, parameters, str(path), step, str(result)
+
+
+def awaits(training: Training) -> str:
+    """Enter the pipeline in a coroutine."""
+
+    async def enter() -> None:
+        async with training.pipeline:
+            raise AssertionError("it was entered")
+
+    try:
+        asyncio.run(enter())
+    except rrfp.ConfigError as error:
+        return str(error)
+    return ""
 
 
 def resumes(training: Training) -> Any:
