@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from runtime.toys import TOLERANCE, Ones
 import rrfp
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.lost_rank.roll_call import Answer, Decision
+from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, RollCall
 from rrfp.pipeline.options import complete
+from rrfp.testing.clock import run_virtual
+from rrfp.transports.rendezvous import LocalRendezvous
 
 
 def close(left: list[Any], right: list[torch.Tensor]) -> bool:
@@ -270,3 +274,31 @@ class TestDecision:
     def test_a_rank_that_cannot_go_back_says_why(self) -> None:
         decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True, "it has gradients"), Answer(2, 5, True))
         assert decision.why == ("The step cannot be run again, because of stage 0, dp 1 (rank 1): it has gradients")
+
+
+class TestRollCall:
+    """Four ranks, two stages by two replicas, that meet in one process."""
+
+    def of(self, rank: int, met: LocalRendezvous) -> RollCall:
+        return RollCall(rrfp.Topology.at(rank, Mesh((("pp", 2), ("dp", 2)))), "run", None, met)
+
+    async def hold(self, met: LocalRendezvous, lost: Mapping[int, int]) -> list[Decision | BaseException]:
+        """How it ends on the ranks that take part; each has lost another one."""
+        calls = [self.of(rank, met).hold(Answer(rank, 5, True), without) for rank, without in lost.items()]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    def test_all_that_are_left_come_to_one_decision(self) -> None:
+        found = run_virtual(self.hold(LocalRendezvous(), {0: 2, 1: 2, 3: 2}))
+        assert found == [Decision((0, 1, 3), (2,), 5, "", (1,))] * 3
+
+    def test_a_rank_that_was_taken_for_lost_makes_no_decision_of_its_own(self) -> None:
+        async def late() -> tuple[list[Decision | BaseException], list[Decision | BaseException]]:
+            met = LocalRendezvous()
+            others = await self.hold(met, {1: 0, 2: 0, 3: 0})
+            return others, await self.hold(met, {0: 1})  # it wakes, and its connections are gone
+
+        others, (late_one,) = run_virtual(late())
+        assert others == [Decision((1, 2, 3), (0,), 5, "", (1,))] * 3
+        assert isinstance(late_one, rrfp.PipelineAborted)
+        assert late_one.origin.rank == 0
+        assert "did not answer in the roll call after a loss in time" in str(late_one)
