@@ -30,6 +30,7 @@ __all__ = [
     "PeerLostError",
     "PipelineAborted",
     "ProtocolError",
+    "RankLostError",
     "RrfpError",
     "StageError",
     "TransportClosedError",
@@ -72,13 +73,17 @@ class ConfigError(RrfpError, ValueError):
 class Faults:
     """Joins the `ConfigError`s of independent checks, so that a caller reads about all mistakes at once.
 
-    Every check stands in a block of its own, ``with faults.kept():``, inside ``with Faults() as faults:``. At the end
-    of the outer block one `ConfigError` names all faults. A check that needs the result of another belongs behind the
-    outer block, or into the other's block.
+    Every check that may raise stands in a block of its own, ``with faults.kept():``, inside ``with Faults() as
+    faults:``; `keep` takes a fault as it is. At the end of the outer block one `ConfigError` names all faults. A check
+    that needs the result of another belongs behind the outer block, or into the other's block.
     """
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
+
+    def keep(self, reason: str) -> None:
+        """Keep a fault that was found."""
+        self._errors.append(ConfigError(reason))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -236,6 +241,33 @@ class PipelineAborted(RrfpError):
 
     def __str__(self) -> str:
         return f"aborted by {self.origin}"
+
+
+class RankLostError(PipelineAborted):
+    """With ``on_lost_rank="finish"``: a rank was lost, and the call's batch was not used.
+
+    It was lost between two steps, in an evaluation, or too early in a step for the others to have its microbatches.
+    Parameters are complete on the ranks that are left: save a checkpoint, with ``pipe=pipe``, and end.
+
+    Attributes:
+        lost: the lost ranks.
+        step: the number of the training step that is not done; those before it are.
+        reason: why the others could not finish it.
+    """
+
+    def __init__(self, origin: Origin, lost: tuple[int, ...], step: int, reason: str) -> None:
+        super().__init__(origin)
+        self.args = (origin, lost, step, reason)
+        self.lost = lost
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        numbers = " and ".join(map(str, self.lost))
+        return (
+            f"rank{'s' * (len(self.lost) > 1)} {numbers} lost ({self.origin}). {self.reason}. Training steps before "
+            f"{self.step} are complete: save a checkpoint with pipe=pipe, and end"
+        )
 
 
 class DeadlockError(RrfpError):

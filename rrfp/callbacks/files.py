@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StepEnded
+from rrfp.callbacks.base import Callback, RunAborted, RunBegun, RunEnded, StepEnded
 from rrfp.callbacks.step_metrics import STEP_NAMES, Metrics, Tokens, checked_tokens, metric_names, metrics
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
+from rrfp.callbacks.base import Callback, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.core.usage import Peaks
 from rrfp.plain import or_none, whole

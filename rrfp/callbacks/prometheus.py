@@ -8,8 +8,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import RunBegun, RunEnded, Stall, StepEnded
+from rrfp.callbacks.base import Callback, RunBegun, RunEnded, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger

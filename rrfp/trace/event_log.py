@@ -69,7 +69,6 @@ class Recording:
 
     @property
     def events(self) -> tuple[ev.Event, ...]:
-        """All events, oldest first."""
         return tuple(event for step in self.steps for event in step.events)
 
     def replay(self) -> tuple[StageCore, tuple[Any, ...]]:

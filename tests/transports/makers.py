@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import zmq
+from transports.gloo_backend import over_gloo
 from transports.relay import RelayingRendezvous
 
-from rrfp.lab.gloo_backend import over_gloo
 from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.auto import AutoTransport
@@ -21,7 +21,7 @@ from rrfp.transports.base import Channel, Message, Transport, TransportContext, 
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.secret import Secret
-from rrfp.transports.shm.datagrams import DatagramBody, pack
+from rrfp.transports.shm.packets import DatagramBody, pack
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host
 from rrfp.transports.zmq.transport import ZmqTransport

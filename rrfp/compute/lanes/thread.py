@@ -83,11 +83,15 @@ class ThreadLane(Lane):
         return "" if self._thread is None else stack_of(self._thread.ident)
 
     def core_wait(self) -> float | None:
-        """See :meth:`Lane.core_wait`; Linux counts it."""
         thread = None if self._thread is None else self._thread.native_id
         with suppress(OSError, ValueError, IndexError):
             return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
         return None
+
+    @property
+    def is_over(self) -> bool:
+        """See :meth:`Lane.is_over`."""
+        return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def close(self, last: Callable[[], object] | None = None) -> None:
         """See :meth:`Lane.close` and `CopyLane.close`. May be called twice, and on any thread."""

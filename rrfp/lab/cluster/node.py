@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.leader import LeaderProtocol
-from rrfp.arbiter.pauses import PauseTimer
+from rrfp.arbiter.arbiter import Arbiter, PauseTimer
+from rrfp.arbiter.coordination import AgreementArbiter, LeaderProtocol
 from rrfp.core.stage_core import StageCore
 from rrfp.engine.engine import OfferedSlot
 from rrfp.errors import Origin
@@ -46,27 +44,22 @@ class Node:
 
     @property
     def step(self) -> StepId:
-        """The step that it is in, or was in last."""
         assert self.step_or_none is not None, f"{self.rank.name} has not opened a step"
         return self.step_or_none
 
     @property
     def num_opened(self) -> int:
-        """Steps begun."""
         return len(self.orders)
 
     @property
     def order(self) -> list[Task]:
-        """The tasks of this step, as they were enqueued."""
         return self.orders[-1]
 
     @property
     def num_completed(self) -> int:
-        """How many tasks of this step have completed."""
         return len(self.order) - len(self.lane)
 
     def open_step(self, step: StepId) -> None:
-        """Its next step begins, with nothing enqueued."""
         self.step_or_none = step
         self.orders.append([])
         self.num_begun = 0

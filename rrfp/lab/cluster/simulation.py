@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.coordination import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
@@ -32,7 +32,7 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.cluster.checker import RankChecker
-from rrfp.lab.cluster.cluster import Envelope, TimedCluster
+from rrfp.lab.cluster.cluster import Envelope, EventQueue, TimedCluster
 from rrfp.lab.cluster.coordination import (
     Agreement,
     Coordination,
@@ -42,7 +42,6 @@ from rrfp.lab.cluster.coordination import (
     Leader,
     resolve_coordination,
 )
-from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.generators.latency import SHUFFLED, Cube, RankLatencies, rank_latencies
@@ -76,7 +75,6 @@ class TensorParallelResult(EngineResult):
 
     @property
     def ranks(self) -> int:
-        """T, ranks a group."""
         return len(self.orders[0])
 
     @cached_property
@@ -98,11 +96,6 @@ class TensorParallelResult(EngineResult):
     def coordination_share(self) -> float:
         """Part of the step that the mean stage lost to coordination, 0..1."""
         return sum(self.coordination) / (len(self.spans) * self.makespan) if self.makespan else 0.0
-
-    @property
-    def blocked_share(self) -> float:
-        """Part of the step in which the mean stage was blocked, 0..1."""
-        return sum(self.blocked) / (len(self.spans) * self.makespan) if self.makespan else 0.0
 
     @property
     def rounds_per_task(self) -> float:
@@ -174,7 +167,6 @@ class GroupTimeline:
         self._wait(None if self._is_running else cause, now)
 
     def end(self, now: float) -> None:
-        """The step is over."""
         self._wait(None, now)
 
     def _wait_cause(self) -> WaitCause:
@@ -253,7 +245,6 @@ class GroupRun(TimedCluster[Node]):
         return replace(super().opened(step), size_correlation=self._size_correlation)
 
     def run(self) -> TensorParallelResult:
-        """Simulate the step."""
         for node in self.nodes:
             self.open_step(node)
         for timeline in self._timelines:
@@ -301,7 +292,6 @@ class GroupRun(TimedCluster[Node]):
         """There is one step."""
 
     def mismatch(self, node: Node, task: Task, other: Task) -> None:
-        """Refuse it."""
         raise ProtocolError(
             f"collective mismatch on stage {node.rank.stage}: rank {node.rank.member} runs {task} as number "
             f"{len(node.order) - 1} of the step, where another rank runs {other}"

@@ -29,7 +29,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -160,9 +159,7 @@ class DoubleDevice(Device):
     def __enter__(self) -> DoubleDevice:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
