@@ -29,12 +29,13 @@ _ALLOWED = "a module, a list of them, a stage of rrfp.split, or a dict {name in 
 def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
     """The prefix of its names and the module, for each module of this process."""
     each: Iterable[Any]
+    given: Any = modules  # also what no caller should pass
     if isinstance(modules, SplitStage):
         each = modules.chunks
     elif isinstance(modules, Split):
         each = [module for stage in modules for module in stage.chunks]
     else:
-        each = modules if isinstance(modules, Sequence) else [modules]
+        each = given if isinstance(given, Sequence) else [given]
     named: list[tuple[str, nn.Module]] = []
     for item in each:
         named += _by_name(item) if isinstance(item, Mapping) else [("", item)]
