@@ -90,9 +90,9 @@ class StageView:
         return self._step.size_correlation
 
     @property
-    def byte_room(self) -> float | None:
-        """How many average microbatches the limits on bytes had room for, over 1F1B's, as last measured."""
-        return self._step.byte_room
+    def byte_rooms(self) -> tuple[float | None, ...] | None:
+        """By stage, how many average microbatches its limit on bytes had room for, as last measured."""
+        return self._step.byte_rooms
 
     @property
     def visits(self) -> Visits:

@@ -135,7 +135,7 @@ class StageRunner:
                 plan = await self._sharer.share(plan)
                 self._context.activity.begin_step(plan.step, plan.batch.training_step)
             await self._share_weights(plan)
-            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_room)
+            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_rooms)
             reporter.open(plan, self._read_losses)
             await self._driver.finished.wait()
             if self._sharer is not None:
