@@ -43,7 +43,7 @@ from rrfp.model.tasks import B, F, Kind, Task, W
 LENGTH_PER_STAGE = 4
 
 #: The part of a step that pyramids have to save where bytes are limited. Found by simulation: docs/hint-studies.md.
-LEAST_SAVING = 0.03
+LEAST_SAVING = 0.025
 
 #: One pyramid a step where the sizes correlate with the times of every stage by more than this.
 ORDERS_ALL = 0.95
@@ -190,7 +190,7 @@ def step_time(sizes: Sequence[float], rooms: Sequence[float], split: Sequence[bo
     A simulation of a chain of stages of one speed. A task takes as long as its microbatch is large, a whole backward
     twice that, and messages take no time. On stage s of N forwards come first while fewer than N - s microbatches are
     in flight, then backwards, then weight tasks. Tasks of a kind run in one order on all stages, so that a few counters
-    are all there is to a stage: a task takes 0.4 us, and 35 us in the engine.
+    are all there is to a stage: a task takes 0.5 us, and 35 us in the engine.
 
     Args:
         sizes: of the microbatches, in their order; they hold as much.

@@ -116,7 +116,8 @@ def is_ordered_within(rooms: tuple[float | None, ...] | None, sizes: tuple[float
         ((4.0, 3.0, 2.0, 1.0), False),
         ((6.0, 4.5, 3.0, 1.5), False),
         ((8.0, 6.0, 4.0, 2.0), True),
-        ((None, None, None, 1.0), False),
+        ((None, None, None, 1.0), True),
+        ((None, 3.0, None, None), False),
     ],
 )
 def test_within_few_bytes_microbatches_keep_the_callers_order(
