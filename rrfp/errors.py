@@ -102,15 +102,17 @@ class Faults:
         raise ConfigError.joining(texts) from None  # it has their texts
 
 
-def misspelt(name: str, known: Iterable[str]) -> str:
+def misspelt(name: object, known: Iterable[str]) -> str:
     """An unknown ``name`` for an error, with the known one that is most like it, if any is."""
-    nearest = nearest_to(name, known)
+    nearest = nearest_to(name, known) if isinstance(name, str) else None
     return repr(name) if nearest is None else f"{name!r} (did you mean {nearest!r}?)"
 
 
 def nearest_to(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like ``name``, if any is."""
     lower, by_lower = name.lower(), {each.lower(): each for each in known}
+    if lower in by_lower:
+        return by_lower[lower]
     for index in range(len(lower) - 1):
         # Of which difflib, that compares runs of characters, thinks little in a short name.
         swapped = f"{lower[:index]}{lower[index + 1]}{lower[index]}{lower[index + 2 :]}"

@@ -151,7 +151,6 @@ class ProcessWatch:
                 loop.add_reader(descriptor, self._ended, peer)
 
     def close(self) -> None:
-        """Stop watching. May be called twice."""
         for timer in self._timers:
             timer.cancel()
         for peer in list(self._descriptors):

@@ -1,5 +1,10 @@
-"""Public names that load when they are first used, so that a package can be imported without all that it offers."""
+"""Public names that load when they are first used, so that a package can be imported without all that it offers.
 
+Also names of before, which still work.
+"""
+
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -24,3 +29,15 @@ def lazy_names(
 
     names = sorted(homes)
     return names, load, lambda: list(names)
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """``__getattr__`` of a module with ``names`` of before, each with that of now; they warn."""
+
+    def load(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is now {module}.{names[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return load

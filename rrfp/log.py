@@ -17,7 +17,6 @@ import structlog
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """The structured logger over ``logging.getLogger(name)``."""
     logger = structlog.wrap_logger(
         logging.getLogger(name),
         wrapper_class=structlog.stdlib.BoundLogger,

@@ -47,7 +47,6 @@ def value_error(field: str, reason: str) -> ValueError:
 def whole(
     field: str, value: object, least: int = 0, most: int | None = None, *, error: MakeError = config_error
 ) -> int:
-    """A whole number between two others."""
     number = value if type(value) is int else _index(value)
     if number is None or number < least or (most is not None and number > most):
         span = f">= {least}" if most is None else f"{least}..{most}"
@@ -78,21 +77,18 @@ def number(
 
 
 def flag(field: str, value: object, *, error: MakeError = config_error) -> bool:
-    """True or False."""
     if type(value) is not bool:
         raise error(field, f"is {shown(value)}, must be True or False")
     return value
 
 
 def text(field: str, value: object, *, error: MakeError = config_error) -> str:
-    """A string that is not empty."""
     if type(value) is not str or not value:
         raise error(field, f"is {shown(value)}, must be a string that is not empty")
     return value
 
 
 def one_of(names: Sequence[str], field: str, value: object, *, error: MakeError = config_error) -> Any:
-    """One of the ``names``."""
     if value not in names:
         raise error(field, f"is {shown(value)}, must be one of: {', '.join(names)}")
     return value
@@ -117,8 +113,6 @@ def path_of(field: str, value: object, *, error: MakeError = config_error) -> Pa
 
 
 def or_none(reader: Reader, field: str, value: object, *span: object, error: MakeError = config_error) -> Any:
-    """None, or what ``reader`` reads."""
-
     def fault(name: str, reason: str) -> Exception:
         return error(name, f"{reason}, or None")
 

@@ -34,7 +34,6 @@ class Registry(Generic[T]):
 
     @property
     def built_in(self) -> tuple[str, ...]:
-        """The package's own names."""
         return tuple(self._built_in)
 
     def names(self) -> tuple[str, ...]:

@@ -61,13 +61,7 @@ def terminal() -> Console:
 
 
 def print_table(keys: Sequence[Column], columns: Sequence[Column], sections: Collection[int] = ()) -> None:
-    """Print a table on stdout.
-
-    Args:
-        keys: the columns that name a row; each part of a table that is too wide has them.
-        columns: the others.
-        sections: the rows that a line follows.
-    """
+    """Print a table on stdout; each part of one that is too wide has the ``keys``, and a line follows ``sections``."""
     console = terminal()
     for index, table in enumerate(fitted(keys, columns, console.width, sections)):
         if index:

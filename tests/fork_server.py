@@ -29,6 +29,9 @@ from rrfp import timeouts
 
 TESTS = Path(__file__).parent
 
+#: Environment variable that marks what was forked by `run`.
+_FORKED = "RRFP_TEST_FORKED"
+
 #: What the server imports. The first backward of a process needs sympy, the first optimizer needs dynamo.
 PRELOADED = (
     "torch._dynamo",
@@ -61,7 +64,7 @@ def context() -> ForkServerContext:
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """For every module whose tests fork processes: starts the server outside of them."""
-    if multiprocessing.parent_process() is None:  # else these tests run in a forked process, and fork none
+    if _FORKED not in os.environ:  # else these tests run in a forked process, and fork none
         context()
 
 
@@ -164,7 +167,7 @@ def _run(command: list[str], cwd: Path, environment: Mapping[str, str], output: 
     timeouts.LAUNCHER_LOOKS_S = 0.0
     os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment, **{_FORKED: "1"})
     for descriptor in (1, 2):
         os.dup2(os.open(output.with_suffix(f".{descriptor}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

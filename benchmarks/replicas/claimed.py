@@ -9,8 +9,7 @@ from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.checker import RankChecker
-from rrfp.lab.cluster.cluster import Envelope, TimedCluster
-from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.cluster import Envelope, EventQueue, TimedCluster
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.memory.admission import Limit

@@ -1,14 +1,21 @@
 """Code that watches a run: the base class `Callback`, and those that are ready, from `Progress` to `Prometheus`."""
 
-import warnings
-from typing import Any
-
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.base import (
+    Callback,
+    Event,
+    RunAborted,
+    RunBegun,
+    RunEnded,
+    StageFigures,
+    Stall,
+    StepBegun,
+    StepEnded,
+)
 from rrfp.callbacks.files import Csv, JsonLines, TensorBoard
 from rrfp.callbacks.progress import Progress
 from rrfp.callbacks.prometheus import Prometheus
 from rrfp.callbacks.step_metrics import metric_names, metrics
+from rrfp.lazy_names import renamed
 
 __all__ = [
     "Callback",
@@ -32,9 +39,4 @@ __all__ = [
 #: Names of before, which still work, and those of now.
 _RENAMED = {"Aborted": "RunAborted"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"rrfp.callbacks.{name} is now rrfp.callbacks.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+__getattr__ = renamed(__name__, _RENAMED)

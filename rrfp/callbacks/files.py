@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import RunAborted, RunBegun, RunEnded, StepEnded
+from rrfp.callbacks.base import Callback, RunAborted, RunBegun, RunEnded, StepEnded
 from rrfp.callbacks.step_metrics import STEP_NAMES, Metrics, Tokens, checked_tokens, metric_names, metrics
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
@@ -116,26 +115,21 @@ class Rows(Callback):
         self._writes = False
 
     def text(self, row: Metrics) -> str:
-        """``row`` as one line."""
         raise NotImplementedError
 
     def check(self, topology: Topology) -> None:
-        """See `Callback`."""
         self._writes = topology.rank == 0
         if self._writes:
             self._file.check()
 
     def step_ended(self, event: StepEnded) -> None:
-        """See `Callback`."""
         if self._writes:
             self._file.append(self.text(metrics(event, self._tokens)))
 
     def evaluation_ended(self, event: StepEnded) -> None:
-        """See `Callback`."""
         self.step_ended(event)
 
     def run_ended(self, event: RunEnded) -> None:
-        """See `Callback`."""
         self._file.close()
 
 
@@ -159,12 +153,10 @@ class Csv(Rows):
         super().__init__(RowFile(path), tokens)
 
     def check(self, topology: Topology) -> None:
-        """See `Callback`."""
         self._file.head = ",".join(metric_names(topology.stages))
         super().check(topology)
 
     def text(self, row: Metrics) -> str:
-        """See `Rows`."""
         return ",".join("" if value is None else str(value) for value in row.values())
 
 
@@ -188,7 +180,6 @@ class JsonLines(Rows):
         super().__init__(RowFile(path, start='{"time": '), tokens)
 
     def text(self, row: Metrics) -> str:
-        """See `Rows`."""
         return json.dumps({name: None if _is_no_number(value) else value for name, value in row.items()})
 
 
@@ -227,27 +218,22 @@ class TensorBoard(Callback):
         self._writer: SummaryWriter | None = None
 
     def run_begun(self, event: RunBegun) -> None:
-        """See `Callback`."""
         if event.topology.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(self._folder, purge_step=event.step + 1 if event.step else None)
 
     def step_ended(self, event: StepEnded) -> None:
-        """See `Callback`."""
         self._add(event, "train")
 
     def evaluation_ended(self, event: StepEnded) -> None:
-        """See `Callback`."""
         self._add(event, "evaluation")
 
     def aborted(self, event: RunAborted) -> None:
-        """See `Callback`."""
         if self._writer is not None:
             self._writer.flush()
 
     def run_ended(self, event: RunEnded) -> None:
-        """See `Callback`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

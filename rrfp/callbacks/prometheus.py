@@ -8,8 +8,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import RunBegun, RunEnded, Stall, StepEnded
+from rrfp.callbacks.base import Callback, RunBegun, RunEnded, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
@@ -61,7 +60,6 @@ class Prometheus(Callback):
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def check(self, topology: Topology) -> None:
-        """See `Callback`."""
         if topology.rank != 0:
             return
         try:
@@ -78,7 +76,6 @@ class Prometheus(Callback):
             ) from None
 
     def run_begun(self, event: RunBegun) -> None:
-        """See `Callback`."""
         if event.topology.rank != 0:
             return
         from prometheus_client import CollectorRegistry, Counter, start_http_server
@@ -95,25 +92,21 @@ class Prometheus(Callback):
         logger.info("Prometheus finds this run's figures at port %d", self._server[0].server_port)
 
     def step_ended(self, event: StepEnded) -> None:
-        """See `Callback`."""
         if self._server is not None:
             for name, value in metrics(event, self._tokens).items():
                 self._show(name, value)
 
     def evaluation_ended(self, event: StepEnded) -> None:
-        """See `Callback`."""
         if self._server is not None:
             for name, value in metrics(event, self._tokens).items():
                 if name in ("loss", "seconds", "tokens_per_second"):
                     self._show(f"evaluation_{name}", value)
 
     def stall(self, event: Stall) -> None:
-        """See `Callback`."""
         if self._server is not None:
             self._stalls.inc()
 
     def run_ended(self, event: RunEnded) -> None:
-        """See `Callback`."""
         if self._server is not None:
             server, thread = self._server
             self._server = None

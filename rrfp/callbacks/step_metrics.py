@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from rrfp.callbacks.events import StageFigures, StepEnded
+from rrfp.callbacks.base import StageFigures, StepEnded
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import Mode

@@ -178,7 +178,6 @@ class Contents(NamedTuple):
         return _Reader(self.path, self.metadata)
 
     def planner(self) -> LoadPlanner:
-        """Goes with `reader`."""
         return _LoadPlanner(trust_pickles=self.trust_pickles)
 
 

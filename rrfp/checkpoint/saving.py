@@ -20,14 +20,7 @@ from torch.distributed.tensor import DTensor
 from rrfp.checkpoint import plain
 from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
 from rrfp.checkpoint.folder import discard, new_path, prune
-from rrfp.checkpoint.names import (
-    Modules,
-    Optimizers,
-    collision,
-    model_entries,
-    optimizer_entries,
-    state_names,
-)
+from rrfp.checkpoint.names import Modules, Optimizers, collision, model_entries, optimizer_entries, state_names
 from rrfp.checkpoint.rank_state import Pipe, Place, pack, replicas_of
 from rrfp.checkpoint.ranks import Ranks, failures, under_way
 from rrfp.errors import ConfigError, misspelt

@@ -32,7 +32,6 @@ class Commands(CommandGroup):
     # Several independent faults of a line become a line each.
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command line and exit."""
         kwargs["standalone_mode"] = False
         try:
             result = super().main(*args, **kwargs)

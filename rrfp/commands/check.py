@@ -94,15 +94,17 @@ def transport(
     import asyncio
 
     from rrfp.plugins import named_or_loaded
-    from rrfp.testing.transport_checks import ALL_CHECKS, Check, PairOptions
-    from rrfp.testing.transport_checks.pair import started_pair
     from rrfp.transports.registry import TRANSPORTS
     from rrfp.transports.secret import Secret
 
-    contracts = _chosen(ALL_CHECKS, only)
     spec = named_or_loaded("transport", name)
     if isinstance(spec, str):
-        TRANSPORTS.load(spec)  # an unknown name is bad usage, not a failed check
+        TRANSPORTS.load(spec)  # an unknown name is bad usage, not a failed check, and needs no torch
+
+    from rrfp.testing.transport_checks import ALL_CHECKS, Check, PairOptions
+    from rrfp.testing.transport_checks.pair import started_pair
+
+    contracts = _chosen(ALL_CHECKS, only)
     secret = Secret.from_environment(os.environ)
     make_pair = partial(started_pair, spec, secret=secret, allow_insecure=secret is None)
 
@@ -135,11 +137,14 @@ def lane(
     import asyncio
 
     from rrfp.plugins import named_or_loaded
+
+    spec = named_or_loaded("lane", name)
+    named = lanes_named(spec) if isinstance(spec, str) else None  # an unknown name needs no torch
+
     from rrfp.testing.lane_checks import ALL_CHECKS, Check, MakeLane, made_by
 
     contracts = _chosen(ALL_CHECKS, only)
-    spec = named_or_loaded("lane", name)
-    makers = lanes_named(spec) if isinstance(spec, str) else {"": made_by(spec)}
+    makers = {"": made_by(spec)} if named is None else named
 
     def run(contract: Check, make_lane: MakeLane) -> None:
         asyncio.run(contract(make_lane))

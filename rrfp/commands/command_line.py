@@ -62,7 +62,7 @@ class Command(TyperCommand):
                 try:
                     _, rest = parameter.handle_parse_result(context, named, rest)
                 except (UsageError, ConfigError) as error:
-                    yield error
+                    yield _no_number(error, parameter.opts[0], named.get(parameter.name)) or error
         try:
             self.check_together(named)
             if rest and not unread:  # beside an unknown option it may be that one's value
@@ -93,6 +93,15 @@ def _flags_without_value(parameters: list[Any]) -> list[Any]:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
     return parameters
+
+
+def _no_number(error: Exception, name: str, given: Any) -> ConfigError | None:
+    """What typer says of an option that takes a number, in words that do not depend on its version."""
+    kind = re.search("valid (integer|float|number)", getattr(error, "message", ""))
+    if kind is None:
+        return None
+    values = ", ".join(map(repr, given if isinstance(given, list | tuple) else [given]))
+    return ConfigError(f"{name} is {values}, must be a {'whole ' if kind[1] == 'integer' else ''}number")
 
 
 def usage_text(error: Exception) -> str:

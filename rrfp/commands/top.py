@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
-    from rrfp.runtime.status_socket.job import RunningJob
-    from rrfp.runtime.status_socket.report import JobReport
+    from rrfp.runtime.status_socket import JobReport, RunningJob
 
     Show = Callable[[JobReport, list["TopRow"]], None]
 
@@ -49,7 +48,7 @@ def top(
     json: Json = False,
 ) -> None:
     """Watch the stages of a job that runs on this host: what each runs, or waits for, and holds."""
-    from rrfp.runtime.status_socket.job import find_job
+    from rrfp.runtime.status_socket import find_job
 
     chosen = find_job(job)
     try:
@@ -63,7 +62,7 @@ def top(
 
 def _watch(job: RunningJob, show: Show, interval: float | None) -> str:
     """Show the job until it ends, or once; returns how it ended."""
-    from rrfp.runtime.status_socket.job import JobEnded, SilentJobError
+    from rrfp.runtime.status_socket import JobEnded, SilentJobError
 
     before: JobStatus | None = None
     is_silent = False

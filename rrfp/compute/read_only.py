@@ -178,7 +178,6 @@ class Received:
         return [payload.unpack() for payload in payloads]
 
     def tensors(self) -> list[Tensor]:
-        """All leaves."""
         return [tensor for payload in self.payloads for tensor in payload.tensors if tensor is not None]
 
     def check(self, module: nn.Module, virtual_stage: int, when: str) -> None:

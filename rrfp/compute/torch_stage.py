@@ -250,18 +250,10 @@ class TorchStage(StageProgram):
     An output may share memory with an input or a parameter, so a sender or receiver of a payload must keep its memory
     alive as long as tensors on it.
 
-    Args:
-        modules: by virtual stage; exactly those that one stage of ``graph`` holds.
-        graph: the virtual stages and their edges.
-        loss_fn: ``loss_fn(output, target)``, a scalar floating tensor: the mean over the microbatch. Needed on the last
-            virtual stage in training. If it is a module, its parameters are treated as parameters of that stage. Where
-            several parts have losses, one for the last virtual stage of each.
-        seed: seed of the random forks, the same on all ranks. None: draw from torch's generators without forking.
-        unsplittable: how to run a split virtual stage whose module differentiates only as a whole: ``"whole"`` runs the
-            whole backward in B and nothing in W, ``"refuse"`` raises a StageError that names the module.
-        in_order: (kind, virtual stage) pairs that run in microbatch order. If there are any, a task that writes state
-            outside such an order (`StateWatches`), and a whole backward in an unordered B, raise a StageError.
-        environment: the stage's rank and process; the default is that of a stage alone.
+    ``loss_fn(output, target)`` is needed on the last virtual stage in training. If it is a module, its parameters are
+    treated as parameters of that stage. If anything runs ``in_order`` of microbatches, a task that writes state outside
+    such an order (`StateWatches`), and a whole backward in an unordered B, raise a StageError. A split virtual stage
+    whose module differentiates only as a whole runs all in B and nothing in W, or is refused: ``unsplittable``.
     """
 
     def __init__(

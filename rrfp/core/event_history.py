@@ -63,7 +63,6 @@ class EventHistory:
         self._events = self._current.events
 
     def note(self, event: ev.Event) -> None:
-        """The core takes ``event`` in."""
         events = self._events
         events.append(event)
         if len(events) > self._most:

@@ -152,13 +152,7 @@ class Consumed:
 
 @record
 class Offered:
-    """Replicas share forwards: ``task``, one of this stage, may be claimed.
-
-    Attributes:
-        step: the sender's step.
-        task: the forward.
-        copy: the replica of the rank that holds its input.
-    """
+    """Replicas share forwards: ``task``, one of this stage, may be claimed; replica ``copy`` holds its input."""
 
     step: StepId
     task: Task

@@ -158,12 +158,9 @@ class ReadySet:
         if head.kind is not F:
             return None
         # Where the rule prefers lower microbatches the lowest may start while one of higher priority is blocked.
-        if self._admission.reserves:
-            lowest = Task(F, self._next_forward[chunk], head.virtual_stage)
-        elif self._admission.is_by_number:
-            lowest = min((task for _, task in self._queues[F][chunk]), key=itemgetter(1))
-        else:
+        if not self._admission.is_by_number:
             return None
+        lowest = min((task for _, task in self._queues[F][chunk]), key=itemgetter(1))
         return lowest if lowest in self else None
 
     def first(self, kind: Kind, chunk_order: ChunkOrder = "deeper") -> Task | None:

@@ -51,108 +51,87 @@ class StageView:
 
     @property
     def stage(self) -> int:
-        """This stage."""
         return self._stage
 
     @property
     def graph(self) -> TaskGraph:
-        """The dependency graph."""
         return self._graph
 
     @property
     def placement(self) -> Placement | TablePlacement:
-        """Where virtual stages live."""
         return self._graph.placement
 
     @property
     def mode(self) -> Mode:
-        """Training or forward only."""
         return self._step.id.mode
 
     @property
     def microbatches(self) -> int:
-        """M."""
         return self._step.id.microbatches
 
     @property
     def forwards_here(self) -> int:
-        """The forwards of this step that run on this rank, as far as it knows."""
         return self._step.forwards_here
 
     @property
     def sizes(self) -> tuple[float, ...] | None:
-        """How large each microbatch is, where the caller says so."""
         return self._step.sizes
 
     @property
     def size_correlation(self) -> float | None:
-        """The least correlation of sizes with the times of any stage, as last measured."""
         return self._step.size_correlation
 
     @property
     def byte_rooms(self) -> tuple[float | None, ...] | None:
-        """By stage, how many average microbatches its limit on bytes had room for, as last measured."""
         return self._step.byte_rooms
 
     @property
     def visits(self) -> Visits:
-        """Which virtual stages each microbatch visits."""
         return self._step.visits
 
     @property
     def skipped(self) -> tuple[frozenset[int], ...]:
-        """The old form of `visits`."""
         warnings.warn("view.skipped is now view.visits.skipped", DeprecationWarning, stacklevel=2)
         return self.visits.skipped
 
     @property
     def slots(self) -> int | None:
-        """K * C or None."""
         return self._step.admission.slots
 
     @property
     def full_at(self) -> int | None:
-        """The smallest D at which the limit blocks the forward of some chunk."""
         return self._step.admission.full_at
 
     @property
     def held(self) -> int:
-        """D."""
         return self._step.admission.held
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held."""
         return self._step.admission.bytes.own
 
     @property
     def most_bytes(self) -> int | None:
-        """The limit on bytes or None."""
         return self._step.admission.most_bytes
 
     @property
     def last_kind(self) -> Kind | None:
-        """The kind enqueued last."""
         return self._step.last_kind
 
     @property
     def consumed_downstream(self) -> int | None:
-        """Forward outputs that successors have started to use."""
         reported = self._step.consumed_by
         return sum(reported.values()) if reported else None
 
     def num_enqueued(self, kind: Kind, chunk: int | None = None) -> int:
-        """Tasks of ``kind`` enqueued in this step."""
         counts = self._step.enqueued[kind]
         return sum(counts) if chunk is None else counts[chunk]
 
     @property
     def num_enqueued_total(self) -> int:
-        """Tasks enqueued in this step."""
         return self._step.num_enqueued
 
     def mean_seconds(self, kind: Kind, chunk: int) -> float | None:
-        """Mean measured duration, seconds."""
         return self._durations.mean(kind, chunk)
 
 
@@ -165,16 +144,8 @@ _FromPeer = _Early | ev.Consumed
 class StageCore:
     """One stage of the pipeline, as pure state.
 
-    Args:
-        graph: the dependency graph of the whole pipeline.
-        stage: this stage.
-        hint: chooses among ready tasks; one instance a stage. A follower's is never called.
-        limit: how much this stage may hold.
-        group: this rank's tensor-parallel group.
-        in_order: (kind, virtual stage) pairs that run in microbatch order, those of all stages.
-        admission: the memory rule; None: what the limit asks for, or what stands in for that. Only the explorer passes
-            one, to show what is wrong with it.
-        history: keeps the events of this core.
+    The hint of a follower is never called. ``in_order`` has the (kind, virtual stage) pairs of all stages that run in
+    microbatch order. ``admission`` is the memory rule in place of the limit's own: only the explorer passes one.
     """
 
     def __init__(
@@ -279,17 +250,14 @@ class StageCore:
 
     @property
     def in_flight(self) -> tuple[Task, ...]:
-        """Tasks enqueued and not complete."""
         return () if self._step is None else tuple(self._step.in_flight)
 
     @property
     def num_in_flight(self) -> int:
-        """How many these are."""
         return 0 if self._step is None else len(self._step.in_flight)
 
     @property
     def is_pausing(self) -> bool:
-        """Whether the stage idles by choice."""
         return self._step is not None and self._step.pauses.is_on
 
     @property

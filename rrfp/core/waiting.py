@@ -212,15 +212,7 @@ class Story:
 
 
 def story(core: StageCore, task: Task) -> Story:
-    """What happened to ``task``, and what it waits for.
-
-    Args:
-        core: the core of a rank.
-        task: one that runs on its stage, or whose output is read there.
-
-    Raises:
-        ConfigError: for any other task, and before the first step.
-    """
+    """What happened to ``task``, and what it waits for; a ConfigError if the stage neither runs nor reads it."""
     step = core.step
     if step is None:
         raise ConfigError(f"task is {task}, and stage {core.stage} has opened no step yet")

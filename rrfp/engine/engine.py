@@ -16,8 +16,8 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
+from rrfp.arbiter.arbiter import PauseTimer
 from rrfp.arbiter.offers import Offers, may_offer
-from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.hint import Hint
 from rrfp.core.ready_set import ForcedOrder

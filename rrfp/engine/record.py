@@ -32,7 +32,6 @@ class EngineResult:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each stage's lane computed."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     def trace(self, step: int = 0) -> StepTrace:

@@ -1,8 +1,5 @@
 """Hint policies: the priorities of ready tasks. The names below are those that hints outside this package rely on."""
 
-import warnings
-from typing import Any
-
 from rrfp.core.events import (
     Aborted,
     Arrived,
@@ -24,6 +21,7 @@ from rrfp.core.events import (
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ReadySet
 from rrfp.hints.registry import create_hint, hint_names
+from rrfp.lazy_names import renamed
 from rrfp.model.graph import TaskGraph as Graph
 from rrfp.model.placement import Placement
 from rrfp.model.tasks import Kind, Mode, Task
@@ -62,9 +60,4 @@ __all__ = [
 #: Names of before, which still work, and those of now.
 _RENAMED = {"Announced": "BegunReported"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"rrfp.hints.{name} is now rrfp.hints.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+__getattr__ = renamed(__name__, _RENAMED)

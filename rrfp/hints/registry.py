@@ -14,6 +14,7 @@ from rrfp.errors import ConfigError, misspelt
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.plugins import Registry, name_of, named_or_loaded, where_defined
+from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.executed import ExecutedSchedule
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
 
@@ -158,8 +159,8 @@ def check_shared(spec: HintSpec, *, by_claims: bool) -> None:
 
 def create_strict(spec: ScheduleSpec) -> Hint:
     """A hint that runs the schedule ``spec`` to the letter."""
-    if isinstance(spec, str) and spec not in schedule_names():
-        names = schedule_names()
+    names = schedule_names()
+    if not isinstance(spec, CsvSchedule | ExecutedSchedule) and spec not in names:
         raise ConfigError(f"strict is {misspelt(spec, names)}, must be one of: {', '.join(names)}")
     return Strict(_source(spec))
 

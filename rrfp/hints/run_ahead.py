@@ -162,11 +162,8 @@ class EncoderAware(Hint):
     """A hint that limits how far encoders run ahead.
 
     Its subclasses take ready tasks from `first`, and return `otherwise` where that has neither a forward nor a
-    backward. ``may_wait`` holds in steps in which a forward may be held back.
-
-    Args:
-        chunk_order: the chunk whose forwards come first: ``"deeper"``, or ``"paper"`` for Algorithm 1's shallower
-            first.
+    backward. ``may_wait`` holds in steps in which a forward may be held back. ``chunk_order`` says which chunk's
+    forwards come first: the deeper one's, or Algorithm 1's, the shallower (``"paper"``).
     """
 
     def __init__(self, chunk_order: ChunkOrder = "deeper") -> None:

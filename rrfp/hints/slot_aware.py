@@ -63,7 +63,6 @@ class SlotAware(EncoderAware):
         self._is_tight = False
 
     def open_step(self, view: View) -> None:
-        """Compute the thresholds of this stage."""
         super().open_step(view)
         graph, here = view.graph, view.placement.virtual_stages(view.stage)
         chunks, distance = len(here), graph.distance_to_sink(view.stage)
@@ -111,7 +110,6 @@ class SlotAware(EncoderAware):
         return bool(self._receivers) and consumed is not None and consumed >= view.num_enqueued(F) * self._receivers
 
     def _is_full(self, ready: ReadySet, view: View) -> bool:
-        """Whether the limit blocks forwards."""
         if self._full is not None and view.held >= self._full:
             return True
         return (view.most_bytes is not None or not self._is_counted) and ready.holds_back_forwards

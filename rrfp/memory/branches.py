@@ -22,12 +22,7 @@ _Bits = int
 
 
 def plain_stages(graph: TaskGraph, patterns: frozenset[Skipped]) -> frozenset[int]:
-    """The stages that are plain in a step.
-
-    Args:
-        graph: the pipeline's.
-        patterns: the sets of virtual stages that microbatches of the step skip.
-    """
+    """The stages that are plain in a step whose microbatches skip sets of virtual stages, ``patterns``."""
     if graph.is_chain and not any(patterns):
         return frozenset(range(graph.placement.stages))
     return _plain_stages(graph, patterns)

@@ -27,7 +27,6 @@ class HeldBytes:
         self.own = self.peak = self.worst = 0
 
     def of(self, holder: Owner | Task, member: int) -> int:
-        """What ``holder`` holds on ``member``."""
         entry = self._by_holder.get(holder)
         return 0 if entry is None else entry[member]
 
@@ -36,7 +35,6 @@ class HeldBytes:
         return max(self._by_holder.get(holder, (0,)))
 
     def hold(self, owner: Owner, num_bytes: int, member: int = 0) -> None:
-        """``owner`` now holds ``num_bytes`` on ``member``."""
         entry = self._by_holder.get(owner)
         if entry is None:
             if not num_bytes:
@@ -62,7 +60,6 @@ class HeldBytes:
             self._set(entry, num_bytes, member)
 
     def drop(self, holder: Owner | Task) -> None:
-        """``holder`` holds nothing more."""
         entry = self._by_holder.pop(holder, None)
         if entry is not None:
             self.own -= entry[0]

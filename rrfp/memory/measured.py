@@ -20,7 +20,6 @@ class Largest:
     growth_share: float = 0.0
 
     def cover(self, held: int = 0, growth: int = 0, growth_share: float = 0.0) -> None:
-        """Be at least this large."""
         self.held = max(self.held, held)
         self.growth = max(self.growth, growth)
         self.growth_share = max(self.growth_share, growth_share)
@@ -58,7 +57,6 @@ class MeanDurations:
         self._sums: dict[tuple[Kind, int], tuple[int, float]] = {}
 
     def add(self, kind: Kind, chunk: int, seconds: float) -> None:
-        """One more measurement."""
         key = (kind, chunk)
         count, total = self._sums.get(key, _NOTHING)
         self._sums[key] = (count + 1, total + seconds)
@@ -69,11 +67,9 @@ class MeanDurations:
         return total / count if count else None
 
     def of(self, chunk: int) -> tuple[Spent, ...]:
-        """All measurements of ``chunk``."""
         return tuple(Spent(kind.value, *sums) for (kind, on), sums in sorted(self._sums.items()) if on == chunk)
 
     def restore(self, chunk: int, spent: Iterable[Spent]) -> None:
-        """Replace the measurements of ``chunk``."""
         self._sums = {key: sums for key, sums in self._sums.items() if key[1] != chunk}
         self._sums |= {(Kind(each.kind), chunk): (each.count, each.seconds) for each in spent}
 

@@ -79,17 +79,14 @@ class SlotCounts:
 
     @property
     def held(self) -> int:
-        """D."""
         return sum(self.by_chunk)
 
     def take(self, chunk: int, microbatch: int) -> None:
-        """A forward was enqueued."""
         self.by_chunk[chunk] += 1
         self.by_microbatch[microbatch] += 1
         self.to_start[microbatch] -= 1
 
     def give_back(self, chunk: int, microbatch: int) -> None:
-        """The slot is free."""
         self.by_chunk[chunk] -= 1
         self.by_microbatch[microbatch] -= 1
 

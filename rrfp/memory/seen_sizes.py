@@ -139,7 +139,6 @@ class _Scale:
         self._count += other._count
 
     def to_plain(self) -> list[Any]:
-        """The points at the curve's corners, the largest number, and the errors."""
         return [[*self.curve.corners], self.curve.largest, self._errors, self._count]
 
     def restore(self, corners: Sequence[Sequence[float]], largest: float, errors: float, count: int) -> None:
@@ -171,7 +170,6 @@ class _Step:
         self.of_signature: dict[tuple[int, Hashable], int] = {}
 
     def to_plain(self) -> dict[str, Any]:
-        """As lists and numbers."""
         return {
             "largest": [[each.held, each.growth, each.growth_share] for each in self.largest],
             "scales": [[scale.to_plain() for scale in scales] for scales in self.scales],
@@ -298,7 +296,6 @@ class SeenSizes:
             self._steps.append(step)
 
     def to_plain(self) -> list[dict[str, Any]]:
-        """All that is remembered; signatures are as they came."""
         return [step.to_plain() for step in self._steps]
 
     def restore_plain(self, steps: Sequence[Mapping[str, Any]]) -> None:

@@ -31,8 +31,7 @@ def followed(sizes: Sequence[float], forward: Sequence[float], backward: Sequenc
 def correlation(sizes: Sequence[float], seconds: Sequence[float]) -> float | None:
     """Pearson's correlation of the sizes of microbatches with the time that each took on a stage.
 
-    Returns:
-        -1 to 1; 0 where all times are equal, and None where all sizes are: there is nothing to order.
+    It is 0 where all times are equal, and None where all sizes are: there is nothing to order.
     """
     size_errors, time_errors = _errors(sizes), _errors(seconds)
     size_square, time_square = (math.fsum(error * error for error in each) for each in (size_errors, time_errors))

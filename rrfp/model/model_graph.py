@@ -126,12 +126,7 @@ class ModelGraph:
         return {name: own for name, own in here.items() if own}
 
     def visits_of(self, visits: object, microbatches: int) -> Visits:
-        """Which virtual stages each microbatch visits.
-
-        Args:
-            visits: for each optional part that some microbatch skips, M booleans: which ones visit it.
-            microbatches: M.
-        """
+        """What ``visits`` of a step says: for each optional part that some microbatch skips, M booleans."""
         if visits is None:
             return Visits(microbatches)
         if not isinstance(visits, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from rrfp.errors import ConfigError
 
@@ -75,7 +75,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class TablePlacement:
-    """Any map from virtual stages to stages, which may hold unequal numbers of chunks.
+    """As `Placement`, for any map from virtual stages to stages, which may hold unequal numbers of chunks.
 
     Chunks of a stage are in the order of their virtual stages, so each comes after all that it reads.
 
@@ -85,6 +85,9 @@ class TablePlacement:
     Raises:
         ConfigError: if the table is empty, or a stage below the highest one has no virtual stage.
     """
+
+    #: No layout that a `Placement` or a generated schedule knows.
+    layout: ClassVar[str] = "table"
 
     table: tuple[int, ...]
     #: N, one more than the highest stage of the table.
@@ -104,47 +107,22 @@ class TablePlacement:
         object.__setattr__(self, "_by_stage", tuple(map(tuple, by_stage)))
 
     @property
-    def layout(self) -> str:
-        """``"table"``, which is no layout that a `Placement` or a generated schedule knows."""
-        return "table"
-
-    @property
     def num_virtual_stages(self) -> int:
-        """V."""
         return len(self.table)
 
     @property
     def chunks(self) -> int:
-        """C, where all stages have equally many chunks; `chunks_of` tells each.
-
-        Raises:
-            ConfigError: if they have not.
-        """
+        """C; a ConfigError where not all stages have equally many chunks."""
         counts = sorted({*map(len, self._by_stage)})
         if len(counts) > 1:
             raise ConfigError(f"stages have {counts[0]} to {counts[-1]} chunks, must have equally many here")
         return counts[0]
 
     def chunks_of(self, stage: int) -> int:
-        """The number of virtual stages of a stage.
-
-        Args:
-            stage: 0..N-1.
-        """
         return len(self._by_stage[stage])
 
     def stage_of(self, virtual_stage: int) -> int:
-        """The stage that holds a virtual stage.
-
-        Args:
-            virtual_stage: 0..V-1.
-        """
         return self.table[virtual_stage]
 
     def virtual_stages(self, stage: int) -> tuple[int, ...]:
-        """The virtual stages of a stage, ascending.
-
-        Args:
-            stage: 0..N-1.
-        """
         return self._by_stage[stage]

@@ -145,39 +145,6 @@ class Pipeline(PipelineHandle):
 class LocalPipeline(PipelineHandle):
     """All stages in this process; see `local`."""
 
-    def __init__(
-        self,
-        modules: Sequence[StagePart],
-        *,
-        loop: LoopChoice = "own",
-        ties: Ties | Sequence[Ties] | None = None,
-        graph: Graph | None = None,
-        plan: PlanSpec | None = None,
-        **options: Unpack[OptionArguments],
-    ) -> None:
-        rendezvous = LocalRendezvous()
-
-        async def meet() -> Rendezvous:
-            return rendezvous
-
-        try:
-            with Faults() as faults:
-                with faults.kept():
-                    check_modules(modules)
-                    if plan is not None:
-                        options = Plan.read(plan).options(options, len(modules))
-                with faults.kept():
-                    passed: OptionArguments = {"transport": "inproc", "lock_watch": False, **options}
-                    settings = complete(passed, "loop, ties, graph, plan")
-                with faults.kept():
-                    check_loop(loop)
-            topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
-            job = Job(f"local-{uuid.uuid4().hex}", meet)
-            ranks = RankBuilder(job, settings, topologies, modules, options, ties, graph).ranks()
-        except RrfpError as error:
-            raise from_here(error) from error.__cause__
-        super().__init__(ranks, loop, "rrfp-local")
-
 
 def local(
     modules: Sequence[StagePart],
@@ -210,7 +177,28 @@ def local(
     Raises:
         ConfigError: for unknown arguments or values that do not fit; names all of them and the allowed values.
     """
-    return LocalPipeline(modules, loop=loop, ties=ties, graph=graph, plan=plan, **options)
+    rendezvous = LocalRendezvous()
+
+    async def meet() -> Rendezvous:
+        return rendezvous
+
+    try:
+        with Faults() as faults:
+            with faults.kept():
+                check_modules(modules)
+                if plan is not None:
+                    options = Plan.read(plan).options(options, len(modules))
+            with faults.kept():
+                passed: OptionArguments = {"transport": "inproc", "lock_watch": False, **options}
+                settings = complete(passed, "loop, ties, graph, plan")
+            with faults.kept():
+                check_loop(loop)
+        topologies = [Topology(stage, len(modules)) for stage in range(len(modules))]
+        job = Job(f"local-{uuid.uuid4().hex}", meet)
+        ranks = RankBuilder(job, settings, topologies, modules, options, ties, graph).ranks()
+    except RrfpError as error:
+        raise from_here(error) from error.__cause__
+    return LocalPipeline(ranks, loop, "rrfp-local")
 
 
 def _topology(topology: Topology | None, mesh: DeviceMesh | None, **dims: Sequence[str] | None) -> Topology:

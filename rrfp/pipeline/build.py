@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
-from rrfp.compute.gradients.module_reduction import check_wrappers
+from rrfp.compute.gradients.module_checks import check_not_sparse, check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
     check_sharded,
@@ -22,7 +22,6 @@ from rrfp.compute.gradients.process_groups import (
     warn_of_unreduced,
 )
 from rrfp.compute.gradients.reducer import GradientReducer
-from rrfp.compute.gradients.sparse import check_not_sparse
 from rrfp.compute.gradients.ties import ProcessTies, TiedGradients, Ties
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.compute.program import StageProgram
@@ -54,6 +53,7 @@ from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.start.failed_start import FailedStarts
 from rrfp.runtime.start.handshake import Handshake, JobSettings, check_agreed
 from rrfp.runtime.steps.plan import StepPlanner
+from rrfp.trace.event_log import make_log_folder
 from rrfp.transports.base import Rendezvous, TransportContext
 from rrfp.transports.registry import create_transport
 from rrfp.transports.secret import Secret
@@ -201,6 +201,8 @@ class RankBuilder:
         self._is_alone = torch_ranks is None
         self._partition = partition = Partition.of(options, topologies[0].stages, parts, graph)
         self._method.check(partition.graph, topologies)
+        if options.event_log is not None:
+            make_log_folder(options.event_log)
         if options.share_replicas:
             check_sharing(topologies[0], has_parts=partition.model is not None)
         if options.share_replicas is True:

@@ -16,8 +16,17 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import astuple, dataclass, replace
 
 from rrfp import timeouts
-from rrfp.callbacks.base import Callback
-from rrfp.callbacks.events import Event, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepBegun, StepEnded
+from rrfp.callbacks.base import (
+    Callback,
+    Event,
+    RunAborted,
+    RunBegun,
+    RunEnded,
+    StageFigures,
+    Stall,
+    StepBegun,
+    StepEnded,
+)
 from rrfp.core.usage import Peaks
 from rrfp.errors import Origin, RrfpError
 from rrfp.log import get_logger

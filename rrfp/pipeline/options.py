@@ -108,6 +108,14 @@ def _is_device(value: Any) -> bool:
     return value is None or isinstance(value, Device | torch.device)
 
 
+def _is_seed(value: Any) -> bool:
+    return value is None or (type(value) is int and -(2**63) <= value < 2**64)
+
+
+def _is_nice(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LOWEST_NICE
+
+
 def _is_sharing(value: Any) -> bool:
     return value is False or value is True or value == "dealt"
 
@@ -179,7 +187,7 @@ class Options:
 
     seed: Annotated[
         int | None,
-        Option("an integer, or None for torch's", lambda value: value is None or type(value) is int).common(),
+        Option("an integer of 64 bits, or None for torch's", _is_seed).common(),
     ] = 0
     """Seed of the random numbers of each task, such as those of dropout; the same on all ranks. They do not follow
     ``torch.manual_seed``, unless this is None: then it is ``torch.initial_seed()`` when the pipeline is made."""
@@ -235,7 +243,7 @@ class Options:
     """Objects that are notified of steps, stalls and aborts, on a thread of their own; see `rrfp.callbacks.Callback`.
     Each process has its own."""
 
-    lane_nice: Annotated[int, Option(f"0..{LOWEST_NICE}", range(LOWEST_NICE + 1).__contains__)] = 0
+    lane_nice: Annotated[int, Option(f"0..{LOWEST_NICE}", _is_nice)] = 0
     """Niceness of the compute thread (Linux); a positive value lets messages overtake compute on busy cores."""
 
     lane: Annotated[LaneFactory | None, _function("lane(stage)")] = None

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from rrfp.errors import ConfigError
 from rrfp.hints.registry import create_hint
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Placement
-from rrfp.pipeline.options import OptionArguments
 from rrfp.plain import MakeError, Reader, fields_of, flag, one_of, or_none, path_of, read_json, shown, text, whole
 from rrfp.trace.job_data import plain_limit, read_limit
+
+if TYPE_CHECKING:  # rrfp plan reads and writes plans without torch
+    from rrfp.pipeline.options import OptionArguments
 
 #: What callers pass as ``plan``: a file of `rrfp plan`, or what is in it.
 PlanSpec = str | os.PathLike[str] | Mapping[str, Any]

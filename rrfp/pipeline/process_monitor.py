@@ -10,9 +10,7 @@ from rrfp.log import get_logger
 from rrfp.pipeline.options import Options
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.stall.loop_watchdog import LoopWatchdog
-from rrfp.runtime.status_socket.folder import chosen_folder
-from rrfp.runtime.status_socket.report import JobReport
-from rrfp.runtime.status_socket.server import StatusServer
+from rrfp.runtime.status_socket import JobReport, StatusServer, chosen_folder
 
 logger = get_logger(__name__)
 
@@ -37,12 +35,10 @@ class ProcessMonitor:
         self._server: StatusServer | None = None
 
     def start(self) -> None:
-        """Begin, once all ranks have met."""
         self._watch_loop()
         self._listen()
 
     async def close(self) -> None:
-        """End. May be called twice."""
         if self._loop_watch is not None:
             self._loop_watch.close()
         if self._server is not None:

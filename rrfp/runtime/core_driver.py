@@ -10,12 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
-from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.arbiter import Arbiter, PauseTimer
+from rrfp.arbiter.coordination import AgreementArbiter, GroupMessage, GroupMessageKind, LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
-from rrfp.arbiter.pauses import PauseTimer
 from rrfp.compute.program import StageProgram
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership

@@ -118,8 +118,7 @@ class StageRunner:
     async def step(self, plan: StepPlan) -> StepResult:
         """Run one step; its program has the batch. Cancelling it ends the pipeline.
 
-        Returns:
-            The result; the reports of all ranks come later, at the latest before `settle` returns.
+        The reports of all ranks come after the result, at the latest before `settle` returns.
         """
         reporter = self._reporter
         async with self.abort.during("the step"):

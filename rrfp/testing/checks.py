@@ -1,5 +1,8 @@
-"""A run of conformance checks, whatever they check."""
+"""A run of conformance checks, whatever they check, and waiting with a timeout."""
 
+from __future__ import annotations
+
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from inspect import iscoroutinefunction
 from types import ModuleType
@@ -15,6 +18,27 @@ class NotOfferedError(SkippedError):
 
 
 T = TypeVar("T")
+
+#: Seconds within which an event that must happen has happened.
+PATIENCE_S = 20.0
+
+
+class DidNotHappenError(AssertionError):
+    """An event that must happen did not, within `PATIENCE_S`."""
+
+    @classmethod
+    def of(cls, event: str) -> DidNotHappenError:
+        """For ``event``, a sentence."""
+        return cls(f"{event}: did not happen within {PATIENCE_S:g} s")
+
+
+async def soon(awaitable: Awaitable[T], event: str) -> T:
+    """Await for `PATIENCE_S` at most; ``event`` is what did not happen."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await awaitable
+    except TimeoutError:
+        raise DidNotHappenError.of(event) from None
 
 
 def checks_of(module: ModuleType) -> tuple[Any, ...]:

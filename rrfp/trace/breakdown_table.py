@@ -36,13 +36,8 @@ def breakdown_table(
     """One row a stage, their mean, and the largest peaks; MiB where bytes were held.
 
     The caption names the unit of the times, which the length of the step decides. It fits 60 columns where no group
-    of ranks waited for its order, else 68, and 54 without peaks.
-
-    Args:
-        stages: the breakdown of every stage, at least one.
-        peak_held: the most chunk tasks held, by stage; None leaves the column out.
-        peak_bytes: the most bytes held, by stage; None, or zeros alone, leave the column out.
-        numbers: the stages' numbers; None counts them from 0.
+    of ranks waited for its order, else 68, and 54 without peaks. Peaks that are None, and bytes of zeros alone, have no
+    column.
     """
     average = mean(stages)
     numbers = _one_a_stage("numbers", range(len(stages)) if numbers is None else numbers, len(stages))

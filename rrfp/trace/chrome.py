@@ -17,6 +17,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
@@ -123,7 +124,9 @@ def _stages(traces: Iterable[StepTrace]) -> list[int]:
 def _run_events(run: ChromeRun, pid: int) -> Iterator[Event]:
     yield from _names(run, pid)
     arrow, origin = 0, run.origin
-    for trace, following in _with_next(run.traces):
+    # Each with the one after it; the last one with None.
+    for trace, following in pairwise(chain(run.traces, (None,))):
+        assert trace is not None
         same_clock = following is not None and following.start > trace.start
         # One rank may begin the next step a little before another has returned from this one.
         until = trace.end if following is None or not same_clock else min(trace.end, following.start)
@@ -131,16 +134,6 @@ def _run_events(run: ChromeRun, pid: int) -> Iterator[Event]:
         arrow += len(trace.messages)
         if following is not None and not same_clock:
             origin += following.start - trace.end
-
-
-def _with_next(traces: Iterable[StepTrace]) -> Iterator[tuple[StepTrace, StepTrace | None]]:
-    """Each trace and the one after it; the last one with None."""
-    iterator = iter(traces)
-    current = next(iterator, None)
-    while current is not None:
-        following = next(iterator, None)
-        yield current, following
-        current = following
 
 
 def _names(run: ChromeRun, pid: int) -> Iterator[Event]:

@@ -69,7 +69,6 @@ class Recording:
 
     @property
     def events(self) -> tuple[ev.Event, ...]:
-        """All events, oldest first."""
         return tuple(event for step in self.steps for event in step.events)
 
     def replay(self) -> tuple[StageCore, tuple[Any, ...]]:
@@ -95,13 +94,19 @@ def log_path(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder) / f"events-rank{rank}.jsonl"
 
 
-def write_event_log(folder: str | os.PathLike[str], topology: Topology, core: StageCore, why: str) -> Path:
-    """Write what ``core`` has kept; a ConfigError if that is impossible."""
-    path = log_path(folder, topology.rank)
+def make_log_folder(folder: str | os.PathLike[str]) -> None:
+    """Before there is anything to write: a ConfigError if nothing can be written there."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{os.fspath(folder)}: cannot be made ({error.strerror or error})") from None
+        raise ConfigError(f"event_log is {os.fspath(folder)!r}: cannot be made ({error.strerror or error})") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"event_log is {os.fspath(folder)!r}: cannot be written to (not allowed)")
+
+
+def write_event_log(folder: str | os.PathLike[str], topology: Topology, core: StageCore, why: str) -> Path:
+    """Write what ``core`` has kept; a ConfigError if that is impossible."""
+    path = log_path(folder, topology.rank)
     write_atomically(path, (f"{json.dumps(line)}\n" for line in _lines(topology, core, why)))
     return path
 
@@ -354,7 +359,10 @@ def read_executed(folder: str | os.PathLike[str], topology: Topology | None = No
 def _log(folder: str | os.PathLike[str], topology: Topology, stage: int) -> EventLog:
     rank = topology.rank_of(stage)
     path = log_path(folder, rank)
-    log = read_event_log(path)
+    try:
+        log = read_event_log(path)
+    except ConfigError as error:
+        raise ConfigError(f"replay {os.fspath(folder)}: {error}") from None
     place, there = topology.place_of(rank), log.topology
     own = (*place, topology.world)
     logged = (there.stage, there.replica, there.member, there.world)

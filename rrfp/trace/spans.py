@@ -275,22 +275,17 @@ class Recorder:
 class TraceHistory:
     """Keeps the traces of the newest steps."""
 
-    def __init__(
-        self,
-        # The most steps that it keeps; 0 keeps none.
-        steps: int,
-        # The most spans of all of them together; the newest step is kept however many it has.
-        capacity: int = DEFAULT_CAPACITY,
-    ) -> None:
+    def __init__(self, steps: int) -> None:
+        #: The most steps that it keeps; 0 keeps none.
         self._steps = steps
-        self._capacity = capacity
         self._traces: deque[StepTrace] = deque()
         self._num_spans = 0
 
     def add(self, trace: StepTrace) -> None:
         self._traces.append(trace)
         self._num_spans += trace.num_spans
-        while len(self._traces) > self._steps or (len(self._traces) > 1 and self._num_spans > self._capacity):
+        # The newest step is kept however many spans it has.
+        while len(self._traces) > self._steps or (len(self._traces) > 1 and self._num_spans > DEFAULT_CAPACITY):
             self._num_spans -= self._traces.popleft().num_spans
 
     @property

@@ -9,9 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from rrfp import Hint, View
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
-from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.coordination import AgreementArbiter, GroupMessage, GroupMessageKind, LeaderProtocol
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ReadySet

@@ -5,8 +5,7 @@ from __future__ import annotations
 from core_script import Script, T
 
 from rrfp import View
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.pauses import PauseTimer
+from rrfp.arbiter.arbiter import Arbiter, PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.usage import WaitCause
 from rrfp.hints.priorities import BackwardForward

@@ -97,7 +97,11 @@ SEVERAL = {
     ),
     "a range and a type": (
         ("sweep", "--profile", "llm", "--hint", "bf", "--seed", "-1", "--jobs", "x", "--nope=3"),
-        ["No such option: --nope", "--seed is -1, must be a whole number >= 0", "Invalid value for '--jobs'"],
+        [
+            "No such option: --nope",
+            "--seed is -1, must be a whole number >= 0",
+            "--jobs is 'x', must be a whole number",
+        ],
     ),
     "a missing value": (
         ("simulate", "--hint", "nope", "--costs"),
@@ -122,6 +126,24 @@ def test_each_fault_is_a_line(case: str) -> None:
     assert all(line.startswith("rrfp: ") for line in lines)
     for message in messages:
         assert sum(message in line for line in lines) == 1, (message, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trace missing.json --task F1", "task 'F1' is not of the form F3@5"),
+        ("advise missing.json --strict nope", "strict is 'nope', must be one of: gpipe, 1f1b"),
+        ("plan missing.json --memory much", "memory is 'much', must be a size such as 8GB"),
+        ("plan missing.json --out .", ".: cannot be written (is a folder)"),
+        ("costs missing.json --step odd", "step is 'odd', must be a step's number or one of: typical, median, mean"),
+        ("costs missing.json --latency odd", "latency is 'odd', must be one of none, constant"),
+        ("costs missing.json --out .", ".: cannot be written (is a folder)"),
+    ],
+)
+def test_what_is_wrong_by_itself_is_refused_before_a_file_is_read(line: str, message: str) -> None:
+    result = rrfp(*line.split())
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"rrfp: {message}")
 
 
 def test_a_word_behind_an_unknown_option_is_no_fault_of_its_own() -> None:

@@ -93,6 +93,28 @@ for arguments in (["--help"], ["hints"], ["simulate", "--help"], ["sweep", "--he
     assert subprocess.run([sys.executable, "-c", code], timeout=50, check=False).returncode == 0
 
 
+def test_bad_input_is_refused_before_torch_is_imported() -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from rrfp.commands.app import app
+for line in (
+    "plan missing.json",
+    "plan --layers missing.json",
+    "advise missing.json",
+    "trace missing.json",
+    "costs missing.json",
+    "simulate --costs missing.json",
+    "check replay missing.jsonl",
+    "check transport nope",
+    "check lane nope",
+):
+    assert CliRunner().invoke(app, line.split()).exit_code == 2, line
+    assert "torch" not in sys.modules, line
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=50, check=True)
+
+
 def test_reader_that_goes_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m rrfp.cli hints --json | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)

@@ -184,6 +184,12 @@ def test_a_picture_of_no_format_is_refused_before_anything_runs(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_one_line() -> None:
+    result = rrfp(*SMALL, *LISTS, "--csv", "/dev/full")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "rrfp: /dev/full: cannot be written (No space left on device)\n"
+
+
 def test_missing_matplotlib_is_told_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = rrfp(*SMALL, *LISTS, "--plot", tmp_path / "p.png", "--csv", tmp_path / "r.csv")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rrfp.commands.top import TopRow, rows, table_of
 from rrfp.core.usage import Holding
 from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus, StepStatus
-from rrfp.runtime.status_socket.report import JobReport
+from rrfp.runtime.status_socket import JobReport
 
 STEP = StepStatus("train", 5, 16, 2, Holding(3, 3 << 20, 1, 1 << 20), 8, None)
 IDLE = RankStatus(

@@ -205,7 +205,7 @@ def test_the_timeline_is_a_png_beside_the_table(path: Path, tmp_path: Path) -> N
         (("--timeline", "t.png", "--from", "7", "--to", "6"), "to is 6 ms, must be more than from (7 ms)"),
         (("--timeline", "t.png", "--from", "nan"), "from is nan ms, must be 0 ms or more"),
         (("--timeline", "t.png", "--from", "9e9"), "from is 9e+09 ms, must be less than the step's"),
-        (("--timeline", "t.png", "--from", "soon"), "Invalid value for '--from'"),
+        (("--timeline", "t.png", "--from", "soon"), "--from is 'soon', must be a number"),
         (("--timeline", "absent/t.png"), "absent/t.png: cannot be written"),
     ],
 )

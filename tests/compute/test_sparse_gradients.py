@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.gradients.sparse import check_not_sparse
+from rrfp.compute.gradients.module_checks import check_not_sparse
 from rrfp.errors import ConfigError
 
 

@@ -37,7 +37,8 @@ CAUGHT = [
 async def test_a_wrong_lane_fails_a_check(
     lane: type[StreamLane], check: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.testing.lane_checks.subject.PATIENCE_S", 2.0)
+    for home in ("checks", "lane_checks.subject"):
+        monkeypatch.setattr(f"rrfp.testing.{home}.PATIENCE_S", 2.0)
     with pytest.raises(AssertionError, match=message):
         await CHECKS[check](wrong_lanes.subject_with(lane))
 

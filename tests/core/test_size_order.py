@@ -25,6 +25,7 @@ from rrfp.model.tasks import Mode, StepId
         ([2, 2], [1, 9], None),
         ([4], [1], None),
         ([1e200, 2e200, 3e200], [1e-9, 2e-9, 3e-9], 1.0),
+        ([1e-200, 2e-200, 3e-200], [3e200, 2e200, 1e200], -1.0),
     ],
 )
 def test_pearson(sizes: list[float], seconds: list[float], expected: float | None) -> None:

@@ -63,7 +63,7 @@ def test_four_processes_log_what_the_plain_script_does(
 
 
 def test_the_page_lists_what_is_refused() -> None:
-    from rrfp.integrations.transformers.trainer import REFUSED
+    from rrfp.integrations.transformers import REFUSED
 
     table = PAGE.split("### What it refuses")[1]
     rows = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)]

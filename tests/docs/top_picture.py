@@ -18,7 +18,7 @@ from rrfp.commands.top import rows, table_of
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import B, Task
 from rrfp.runtime.stall.status import JobStatus
-from rrfp.runtime.status_socket.report import JobReport
+from rrfp.runtime.status_socket import JobReport
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
 
 STAGES, MICROBATCHES, STEPS = 4, 16, 5

@@ -34,7 +34,7 @@ from rrfp.runtime.grad_clipping import NormShare
 from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
 from rrfp.runtime.start.failed_start import FailedStart, FailedStarts
 from rrfp.runtime.start.handshake import Handshake
-from rrfp.runtime.status_socket.report import JobReport
+from rrfp.runtime.status_socket import JobReport
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.runtime.steps.step_report import LossShare, WeightShare
 from rrfp.runtime.trace_saver import ClockOffset, HostClock, TraceOffer, TraceSize, _write

@@ -18,7 +18,7 @@ from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, soon
 from rrfp.transports.base import Channel, Message, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.shm.inlet import LINK_KINDS as SHM_KINDS
+from rrfp.transports.shm.link import LINK_KINDS as SHM_KINDS
 from rrfp.transports.wire.codec import Codec
 from rrfp.transports.zmq.inlet import LINK_KINDS as ZMQ_KINDS
 

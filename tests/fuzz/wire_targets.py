@@ -22,12 +22,10 @@ from rrfp.transports.base import Channel, Message, MessageKind, TransportContext
 from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, SlotChannel, Slots
 from rrfp.transports.links.flow import Credits, HomeLoop, Window, grant
 from rrfp.transports.rendezvous import LocalRendezvous
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody
-from rrfp.transports.shm.datagrams import pack as pack_datagram
 from rrfp.transports.shm.endpoint import Connected
-from rrfp.transports.shm.inlet import LINK_KINDS
-from rrfp.transports.shm.link import ShmLink
-from rrfp.transports.shm.packets import Packet, PacketSocket
+from rrfp.transports.shm.link import LINK_KINDS, ShmLink
+from rrfp.transports.shm.packets import BUFFER_BYTES, DatagramBody, Packet, PacketSocket
+from rrfp.transports.shm.packets import pack as pack_datagram
 from rrfp.transports.shm.slots import Slot
 from rrfp.transports.shm.state import Copier, TransportState
 from rrfp.transports.shm.transport import PendingConnections

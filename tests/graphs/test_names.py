@@ -11,7 +11,7 @@ from graphs.graph_models import WIDTH, Block, loss_fn, tensors
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.gradients.sparse import check_not_sparse
+from rrfp.compute.gradients.module_checks import check_not_sparse
 from rrfp.errors import RrfpError
 
 #: Modules by part.

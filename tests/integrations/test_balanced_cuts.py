@@ -13,7 +13,7 @@ from torch import nn
 
 import rrfp
 from rrfp.hints import Placement
-from rrfp.integrations.splitting.layered import LayerCosts
+from rrfp.integrations.splitting.cuts import LayerCosts
 
 
 def dearest(costs: LayerCosts, placement: Placement, cuts: tuple[int, ...]) -> float:

@@ -118,8 +118,7 @@ def test_stages_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    from rrfp.integrations.transformers import PipelineTrainer
-    from rrfp.integrations.transformers.trainer import REFUSED
+    from rrfp.integrations.transformers import REFUSED, PipelineTrainer
 
     model = build()
     for name in [name for names in REFUSED.values() for name in names]:

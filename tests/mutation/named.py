@@ -200,7 +200,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "a rank whose caller is elsewhere counts as idle",
-        "rrfp/runtime/stall/progress.py",
+        "rrfp/runtime/stall/watchdog.py",
         "not activity.has_returned)",
         "True)",
         (tests("runtime/test_step_ends.py"),),

@@ -51,6 +51,18 @@ class Notes(Callback):
             assert self._changed.wait_for(lambda: self.of(method), 20), self.methods
         return self.of(method)[0]
 
+    def wait_for_stall(self, *parts: str) -> int:
+        """The index of the first stall within a step whose text has all ``parts``: a busy machine has others."""
+
+        def chosen() -> list[int]:
+            begun = "step_begun" in self.methods and self.methods.index("step_begun")
+            stalls = [(index, event.text) for index, (name, event) in enumerate(self.found) if name == "stall"]
+            return [index for index, text in stalls if begun and index > begun and all(part in text for part in parts)]
+
+        with self._changed:
+            assert self._changed.wait_for(chosen, 20), self.found
+            return chosen()[0]
+
     def _note(self, method: str, event: Event) -> None:
         with self._changed:
             self.found.append((method, event))

@@ -33,11 +33,10 @@ def step(stage: int, pipe: BlockingPipeline) -> Any:
     return pipe.step(BATCH.inputs, BATCH.targets)
 
 
-def until(notes: tuple[Notes, ...], release: Callable[[], None]) -> None:
-    """Wait for a stall on all ranks."""
+def until(notes: tuple[Notes, ...], release: Callable[[], None], *texts: tuple[str, ...]) -> list[int]:
+    """The index of a stall on each rank whose text has the parts; ``texts`` are those of each rank, or of all."""
     try:
-        for each in notes:
-            each.wait_for("stall")
+        return [each.wait_for_stall(*texts[rank % len(texts)]) for rank, each in enumerate(notes)]
     finally:
         release()
 
@@ -45,14 +44,12 @@ def until(notes: tuple[Notes, ...], release: Callable[[], None]) -> None:
 def test_a_slow_task_is_named_to_the_callbacks_of_all_ranks() -> None:
     hold, notes = Hold(), (Notes(), Notes())
     ranks = ThreadedRanks([Bomb(hold), *stages(1)], step, own(*notes), stall_after=STALL_S)
-    until(notes, hold.release.set)
+    stalls = until(notes, hold.release.set, ("stage 0 has been running F0@0 for",))
     assert [outcome.error for outcome in ranks.join()] == [None] * 2
-    for each in notes:
+    for each, index in zip(notes, stalls, strict=True):
         assert [name for name in each.methods if name != "stall"] == ["run_begun", *STEP, "run_ended"]
-        event = each.of("stall")[0]
-        assert event.step == 0
-        assert "stage 0 has been running F0@0 for" in event.text
-        assert each.methods.index("step_begun") < each.methods.index("stall") < each.methods.index("step_ended")
+        assert each.found[index][1].step == 0
+        assert index < each.methods.index("step_ended")
 
 
 def test_a_stall_does_not_wait_for_the_figures_of_the_step_before() -> None:
@@ -70,9 +67,9 @@ def test_a_stall_does_not_wait_for_the_figures_of_the_step_before() -> None:
 
     programs: Any = [EmulatedStage(TaskGraph.chain(2), durations) for _ in range(2)]
     ranks = ThreadedRanks(programs, two_steps, own(*notes), stall_after=STALL_S, loss_fn=None)
-    until(notes, release.set)
+    _, stall = until(notes, release.set, ("stage 0 has been running B0@0 for",))
     assert [outcome.error for outcome in ranks.join()] == [None] * 2
-    assert notes[1].methods[:3] == ["run_begun", "step_begun", "stall"]
+    assert stall < notes[1].methods.index("step_ended")
     assert [name for name in notes[1].methods if name != "stall"] == ["run_begun", *STEP * 2, "run_ended"]
 
 
@@ -88,10 +85,8 @@ def test_a_loop_that_does_not_run_is_a_stall_of_its_own_process_and_of_the_other
         return pipe.step(batch.inputs, batch.targets)
 
     ranks = ThreadedRanks(stages(2), body, own(*notes), hint=Blocks(1), limit="1f1b", stall_after=STALL_S)
-    until(notes, RELEASE.set)
+    until(notes, RELEASE.set, ("stage 1", "has not answered for"), ("its event loop has not run for",))
     assert [outcome.error for outcome in ranks.join()] == [None] * 2
-    assert any("stage 1" in event.text and "has not answered for" in event.text for event in notes[0].of("stall"))
-    assert "its event loop has not run for" in notes[1].of("stall")[0].text
 
 
 def test_a_loop_that_never_runs_again_is_an_abort_for_the_callbacks_of_its_process(

@@ -18,9 +18,7 @@ from fork_server import context
 from rrfp.model.tasks import Task
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.stall.status import JobStatus
-from rrfp.runtime.status_socket.folder import SocketFile, chosen_folder, sockets_in
-from rrfp.runtime.status_socket.job import read_report
-from rrfp.runtime.status_socket.report import JobReport
+from rrfp.runtime.status_socket import JobReport, SocketFile, chosen_folder, read_report, sockets_in
 
 #: The first forward of stage 0 has begun; it ends when the test says so.
 BEGUN, RELEASE = threading.Event(), threading.Event()

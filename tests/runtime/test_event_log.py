@@ -86,18 +86,15 @@ def test_where_no_log_can_be_written_the_failure_stays_what_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    (tmp_path / "file").write_text("")
-    batch = data(2)
-    with (
-        pytest.raises(PipelineAborted, match="DeadlockError"),
-        local(
-            stages(2), loss_fn=loss_fn, hint=Waiting(), stall_after=0.2, event_log=tmp_path / "file"
-        ).blocking() as pipe,
-    ):
+    batch, folder = data(2), tmp_path / "logs"
+    pipeline = local(stages(2), loss_fn=loss_fn, hint=Waiting(), stall_after=0.2, event_log=folder)
+    folder.rmdir()
+    with pytest.raises(PipelineAborted, match="DeadlockError"), pipeline.blocking() as pipe:
         pipe.step(batch.inputs, batch.targets)
     lines = [record.getMessage() for record in caplog.records if "event log" in record.getMessage()]
     assert sorted(lines) == [
-        f"stage {stage} has not written its event log: {tmp_path / 'file'}: cannot be made (File exists)"
+        f"stage {stage} has not written its event log: {log_path(folder, stage)}: cannot be written (No such file or "
+        "directory)"
         for stage in range(2)
     ]
 

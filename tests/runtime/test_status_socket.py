@@ -26,10 +26,7 @@ import rrfp
 from rrfp import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
-from rrfp.runtime.status_socket.folder import SocketFile, sockets_in
-from rrfp.runtime.status_socket.job import read_report
-from rrfp.runtime.status_socket.report import JobReport
-from rrfp.runtime.status_socket.server import MOST_READERS, StatusServer
+from rrfp.runtime.status_socket import MOST_READERS, JobReport, SocketFile, StatusServer, read_report, sockets_in
 
 BATCH = data(2)
 REPORT = JobReport(1, "2 stages", failure="x" * 900_000)  # more than a connection holds that is not read

@@ -185,7 +185,8 @@ def test_a_callers_own_loop_may_be_busy_between_steps(lines: Lines) -> None:
             await pipe.step(BATCH.inputs, BATCH.targets)
 
     asyncio.run(program())
-    assert lines.found == []
+    # On a busy machine a stage may well be idle for as long as `stall_after` within a step.
+    assert [text for _, text in lines.found if "has not run for" in text or "has not answered for" in text] == []
 
 
 def test_a_loop_that_runs_is_left_alone(lines: Lines) -> None:

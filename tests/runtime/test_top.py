@@ -30,7 +30,7 @@ from runtime.stuck_hints import Blocks
 from rrfp import timeouts
 from rrfp.model.mesh import Mesh
 from rrfp.runtime.stall.status import JobStatus
-from rrfp.runtime.status_socket.folder import SocketFile
+from rrfp.runtime.status_socket import SocketFile
 
 
 @pytest.fixture

@@ -154,7 +154,10 @@ def test_the_inputs_and_losses_of_a_graph_are_cut_by_part() -> None:
 
 X = rows(4)
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"inputs": rows(3), "targets": rows(3)}, "inputs has 3 rows (dimension 0), must have at least microbatches, 4"),
+    (
+        {"inputs": rows(3), "targets": rows(3)},
+        "inputs has 3 rows (dimension 0), must have one or more for each of 4 microbatches",
+    ),
     ({"targets": rows(5)}, "inputs has 4 rows (dimension 0) and targets 5: must be the same, as whole batches"),
     ({"inputs": {"x": X, "y": [1, 2]}}, "inputs['y'] is of type list, must be a tensor or None in a whole batch"),
     ({"inputs": (X, (X, "a"))}, "inputs[1][1] is of type str, must be a tensor or None"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sim.fault_cases import FORWARD, TRAIN, limited, output, scenario
 
-from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint

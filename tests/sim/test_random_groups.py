@@ -17,7 +17,7 @@ from batches import batches
 from sim.adversaries import ADVERSARIES
 
 from rrfp import Hint, View
-from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessage, GroupMessageKind
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import HintError, ProtocolError, RrfpError
 from rrfp.lab.cluster.random_run import Carry, Delivery, RandomRun

@@ -21,7 +21,7 @@ from rrfp.transports.base import Channel, Message, Transport, TransportContext, 
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.secret import Secret
-from rrfp.transports.shm.datagrams import DatagramBody, pack
+from rrfp.transports.shm.packets import DatagramBody, pack
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.shm.trial import Host
 from rrfp.transports.zmq.transport import ZmqTransport

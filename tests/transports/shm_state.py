@@ -19,7 +19,7 @@ from transports.makers import RUN_ID, contexts, started
 
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.transports.base import Message
-from rrfp.transports.shm.datagrams import pack
+from rrfp.transports.shm.packets import pack
 from rrfp.transports.shm.slots import HEAD_BYTES
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.wire.codec import VERSION

@@ -19,9 +19,8 @@ from transports.children import in_child
 from rrfp.errors import TransportClosedError, TransportError
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
-from rrfp.transports.auto import AutoTransport, auto_transport, explain
+from rrfp.transports.auto import AutoTransport, HostChoice, auto_transport, explain
 from rrfp.transports.base import Transport, TransportContext
-from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.inproc import InprocTransport
 from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.rendezvous import StoreRendezvous

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from rrfp.transports.zmq.gate import Gate, guard
+from rrfp.transports.zmq.security import Gate, guard
 
 Sockets = zmq.Context[zmq.Socket[bytes]]
 

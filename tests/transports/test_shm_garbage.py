@@ -30,7 +30,7 @@ from transports.shm_state import (
 from rrfp.errors import FrameError, PeerLostError, TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, receive, soon
 from rrfp.transports.base import Channel
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, DatagramBody, pack
+from rrfp.transports.shm.packets import BUFFER_BYTES, DatagramBody, pack
 from rrfp.transports.shm.slots import HEAD_BYTES, size_class
 from rrfp.transports.shm.transport import ShmTransport
 from rrfp.transports.wire.codec import VERSION

@@ -31,8 +31,8 @@ from transports.shm_state import (
 from rrfp.errors import TransportError
 from rrfp.testing.transport_checks.pair import data, index_of, receive, soon
 from rrfp.transports.links.flow import HomeLoop
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, pack
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
+from rrfp.transports.shm.packets import BUFFER_BYTES, pack
 from rrfp.transports.shm.transport import ShmTransport, address_key
 from rrfp.transports.wire.codec import VERSION
 

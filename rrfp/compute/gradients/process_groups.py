@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rrfp.compute.gradients.layout import as_dtensor
-from rrfp.compute.gradients.module_reduction import submodules
+from rrfp.compute.gradients.module_checks import submodules
 from rrfp.compute.gradients.reducer import parameters_once
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger

@@ -39,7 +39,7 @@ from rrfp.compute.gradients.layout import (
     local_part,
     zeros,
 )
-from rrfp.compute.gradients.module_reduction import shard_again
+from rrfp.compute.gradients.module_checks import shard_again
 from rrfp.compute.lanes.base import Lane
 from rrfp.errors import StageError
 from rrfp.model.graph import TextOf, numbered

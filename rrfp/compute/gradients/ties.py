@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.gradients.layout import ABSENT, as_dtensor, checksum, empty_totals, encode, local_part, zeros
-from rrfp.compute.gradients.module_reduction import needs_whole_backward
+from rrfp.compute.gradients.module_checks import check_ties_not_sparse, needs_whole_backward
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.gradients.sparse import check_ties_not_sparse
 from rrfp.errors import ConfigError, StageError
 from rrfp.model.graph import TextOf, numbered
 

@@ -134,7 +134,7 @@ def as_exception(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}")
+    wrapped = StageError(f"the stage program raised {type(error).__name__}: {error}".removesuffix(": "))
     wrapped.__cause__ = error
     return wrapped
 

@@ -83,7 +83,6 @@ class ThreadLane(Lane):
         return "" if self._thread is None else stack_of(self._thread.ident)
 
     def core_wait(self) -> float | None:
-        """See :meth:`Lane.core_wait`; Linux counts it."""
         thread = None if self._thread is None else self._thread.native_id
         with suppress(OSError, ValueError, IndexError):
             return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rrfp.compute.gradients.module_reduction import needs_whole_backward
+from rrfp.compute.gradients.module_checks import needs_whole_backward
 from rrfp.compute.loss import class_name
 from rrfp.compute.split.autograd_graph import (
     AutogradGraph,

@@ -201,7 +201,6 @@ class _ModelPipeline:
         self._was_opened = False
 
     def close(self) -> None:
-        """Leave it, if it runs."""
         if self._opened is not None:
             self._opened.close()
 

@@ -76,7 +76,6 @@ class DecoderPart(NotesEmptyBuffers):
 
     @property
     def config(self) -> Any:
-        """The configuration of the model."""
         return self._model.config
 
     @property
@@ -89,7 +88,6 @@ class DecoderPart(NotesEmptyBuffers):
         return super().train(mode)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """See the class."""
         self._check(arguments, options)
         routers: Sequence[Tensor] = ()
         if self._is_first:

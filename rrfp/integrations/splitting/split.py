@@ -15,12 +15,11 @@ from rrfp.compute.activations import tensors_in
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
 from rrfp.hints import Placement
+from rrfp.integrations.splitting.cuts import LayerCosts, check_cuts
 from rrfp.integrations.splitting.layered import (
-    LayerCosts,
     Layered,
     MeasuredLayers,
     Sample,
-    check_cuts,
     check_hooks,
     check_shared_buffers,
     evaluating,

@@ -17,11 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._utils import PipeliningMetadataError
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _split_tensor
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    _Action,
-    _ComputationType,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel

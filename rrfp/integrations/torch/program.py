@@ -64,13 +64,10 @@ class StepData:
 
 
 class StageTasks(StageProgram):
-    """Runs F, B and W on the stages of this rank.
+    """Runs F, B and W on the stages of this rank, which are ascending.
 
-    Args:
-        stages: by index, ascending.
-        split: None if a backward forms all gradients; else it leaves those of weights to W, and where that cannot be,
-            it does as ``unsplittable`` of `rrfp.SplitBackward` says.
-        divisor: of the gradients of a step, once all are formed.
+    With ``split`` a backward leaves the gradients of weights to W; where that cannot be, it does as ``unsplittable`` of
+    `rrfp.SplitBackward` says. The gradients of a step are divided by ``divisor`` once all are formed.
     """
 
     def __init__(self, stages: Sequence[Stage], *, split: Unsplittable | None, divisor: int) -> None:

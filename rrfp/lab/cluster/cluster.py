@@ -8,23 +8,20 @@ arrives and when a task ends. `rrfp.lab.cluster.simulation` simulates tensor-par
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.group_messages import GroupMessage
-from rrfp.arbiter.leader import LeaderProtocol
+from rrfp.arbiter.arbiter import Arbiter, PauseTimer
+from rrfp.arbiter.coordination import AgreementArbiter, GroupMessage, LeaderProtocol
 from rrfp.arbiter.offers import Offers, may_offer
-from rrfp.arbiter.pauses import PauseTimer
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.usage import WaitCause
 from rrfp.engine.engine import OfferedSlot
 from rrfp.lab.cluster.coordination import CoordinationName
-from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.model.tasks import Mode, StepId, Task
@@ -90,6 +87,53 @@ class RankGroup(Generic[NodeT]):
 ClaimMessage = ev.Offered | ev.Claimed | ev.Granted
 #: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.BegunReported | ClaimMessage | GroupMessage
+
+
+#: Called with the rank and the argument that were put into the queue.
+Handler = Callable[[int, Any], None]
+
+
+class EventQueue:
+    """Virtual time: all that happens at one instant comes before any rank decides, in the order of `put`."""
+
+    def __init__(
+        self,
+        # For ranks that may stand still or end, when a rank takes in what happens to it at a time: then,
+        # later while it stands still, never (None) once it has ended. None: all ranks are always there.
+        availability: Callable[[int, float], float | None] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.num_happened = 0
+        self._availability = availability
+        # (time, order of insertion, rank, handler, its argument): the order makes the heap total.
+        self._heap: list[tuple[float, int, int, Handler, Any]] = []
+        self._num_inserted = 0
+
+    def put(self, time: float, rank: int, handle: Handler, argument: Any) -> None:
+        """At ``time``, call ``handle(rank, argument)``."""
+        heapq.heappush(self._heap, (time, self._num_inserted, rank, handle, argument))
+        self._num_inserted += 1
+
+    def instant(self) -> list[int] | None:
+        """Let the next instant happen; returns the ranks it touched, None at the end."""
+        heap = self._heap
+        if not heap:
+            return None
+        self.now = now = heap[0][0]
+        touched: set[int] = set()
+        while heap and heap[0][0] == now:
+            _, _, rank, handle, argument = heapq.heappop(heap)
+            if self._availability is not None:
+                time = self._availability(rank, now)
+                if time is None:
+                    continue
+                if time > now:
+                    self.put(time, rank, handle, argument)
+                    continue
+            handle(rank, argument)
+            touched.add(rank)
+            self.num_happened += 1
+        return sorted(touched)
 
 
 class Envelope(NamedTuple):

@@ -1,7 +1,7 @@
 """How the ranks of a group agree on an order: by a `Leader`, or by `Agreement`; and how long their messages take.
 
-What they say is up to `rrfp.arbiter.leader` and `rrfp.arbiter.agreement`, as in a real job. A strict schedule is the
-same order on all ranks already (`Independent`). `docs/simulator-tp.md` has the cost of each.
+What they say is up to `rrfp.arbiter.coordination`, as in a real job. A strict schedule is the same order on all ranks
+already (`Independent`). `docs/simulator-tp.md` has the cost of each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Every rank proposes its pick before each task: see `rrfp.arbiter.agreement`."""
+    """Every rank proposes its pick before each task: see `rrfp.arbiter.coordination`."""
 
     #: How long proposals and their outcome travel, there and back through the group's first rank.
     gather_seconds: float = GATHER_SECONDS

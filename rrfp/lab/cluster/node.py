@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from rrfp.arbiter.agreement import AgreementArbiter
-from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.leader import LeaderProtocol
-from rrfp.arbiter.pauses import PauseTimer
+from rrfp.arbiter.arbiter import Arbiter, PauseTimer
+from rrfp.arbiter.coordination import AgreementArbiter, LeaderProtocol
 from rrfp.core.stage_core import StageCore
 from rrfp.engine.engine import OfferedSlot
 from rrfp.errors import Origin

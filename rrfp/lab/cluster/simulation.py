@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.coordination import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.hint import Hint
@@ -32,7 +32,7 @@ from rrfp.engine.record import EngineResult
 from rrfp.errors import ConfigError, DeadlockError, ProtocolError
 from rrfp.hints.registry import HintSpec, check_order, create_hint, create_strict
 from rrfp.lab.cluster.checker import RankChecker
-from rrfp.lab.cluster.cluster import Envelope, TimedCluster
+from rrfp.lab.cluster.cluster import Envelope, EventQueue, TimedCluster
 from rrfp.lab.cluster.coordination import (
     Agreement,
     Coordination,
@@ -42,7 +42,6 @@ from rrfp.lab.cluster.coordination import (
     Leader,
     resolve_coordination,
 )
-from rrfp.lab.cluster.event_queue import EventQueue
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.lab.generators.latency import SHUFFLED, Cube, RankLatencies, rank_latencies

@@ -40,7 +40,7 @@ def costs(
 ) -> None:
     """Make a cost file of recorded training steps: what each task and message of the job takes."""
     from rrfp.costs import write_costs
-    from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, measured_costs
+    from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, check_choices, measured_costs
 
     if step.isdecimal() and skip_first is not None:
         raise ConfigError(f"--skip-first leaves steps out, --step {step} takes one: must be one of them")
@@ -48,6 +48,7 @@ def costs(
         check_output(out, *traces)
     skip = WARM_UP_STEPS if skip_first is None else skip_first
     chosen = int(step) if step.isdecimal() else cast("Choice", step)
+    check_choices(chosen, latency)
     measured = measured_costs(_runs(traces, run), skip_first=skip, step=chosen, latency=latency)
     if out is not None:
         write_costs(out, measured.table)

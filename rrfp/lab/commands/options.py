@@ -103,6 +103,8 @@ def check_output(path: Path, *inputs: str | Path) -> None:
     """Refuse an unwritable file, or one of ``inputs``, in advance."""
     if path.resolve() in {Path(file).resolve() for file in inputs}:
         raise ConfigError(f"{path}: is read by this command, must be another file to be written")
+    if path.is_dir():
+        raise ConfigError(f"{path}: cannot be written (is a folder)")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
 
@@ -333,11 +335,18 @@ RECORDED = (
     as_parameter("steps", int, option("steps", "N", _STEPS, least=5)),
 )
 
+
+def _check_strict(name: str) -> None:
+    from rrfp.hints.registry import create_strict
+
+    create_strict(name)
+
+
 #: Those, and how the job ran: of all commands that replay a trace.
 REPLAYED = (
     *RECORDED,
     as_parameter("hint", str, option("hint", "NAME", _HINT)),
-    as_parameter("strict", str, option("strict", "NAME", _STRICT)),
+    as_parameter("strict", str, option("strict", "NAME", _STRICT, check=_check_strict, is_list=False)),
     as_parameter("limit", str, option("limit", "K|1f1b|n|2n", _LIMIT)),
 )
 

@@ -50,14 +50,15 @@ def trace(
     from rrfp.lab.traces.chrome_reader import read_chrome
 
     wanted, window = _wanted(step), checked_window(timeline, from_ms, to_ms)
+    told = None if task is None else Task.parse(task)
     runs = [(path, run) for path in dict.fromkeys(files) for run in read_chrome(path)]
     reports = joined([RunReport.of(path, run) for path, run in runs])
     for report in reports:
         report.check(wanted or ())
     if timeline is not None:
         _draw(runs, wanted, timeline, window)
-    if task is not None:
-        _tell(runs, wanted, Task.parse(task), json=json)
+    if told is not None:
+        _tell(runs, wanted, told, json=json)
         return
     if json:
         print_json([_document(report, wanted) for report in reports])

@@ -211,7 +211,6 @@ class DoubleDevice(Device):
             return not any(region.is_on_host for _, region in self._memory.regions.of(tensor))
 
     def note_use(self, tensor: Tensor, stream: Stream) -> None:
-        """See :meth:`Device.note_use`."""
         assert isinstance(stream, DoubleStream)
         with self._timeline.changed:
             self._memory.note_use(tensor, stream.number)
@@ -243,7 +242,6 @@ class DoubleDevice(Device):
         return True
 
     def unpin(self, memory: Tensor) -> None:
-        """See :meth:`Device.unpin`."""
         self.pinned.remove((memory.data_ptr(), memory.nbytes))
 
     def memory(self) -> DeviceMemory:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import Origin
 from rrfp.hints.registry import HintSpec

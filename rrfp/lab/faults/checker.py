@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessage, GroupMessageKind
 from rrfp.core import events as ev
 from rrfp.lab.cluster.ranks import Rank, stage_of_rank
 from rrfp.lab.faults.faults import AnyId, Channel, ClaimMessageId

@@ -12,14 +12,13 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TypeVar
 
-from rrfp.arbiter.group_messages import GroupMessage
+from rrfp.arbiter.coordination import GroupMessage
 from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ConfigError, Origin, PeerLostError, ProtocolError
 from rrfp.lab.cluster.checker import RankChecker
-from rrfp.lab.cluster.cluster import Envelope, TimedCluster
-from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.cluster import Envelope, EventQueue, TimedCluster
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank
 from rrfp.lab.faults.checker import ContractViolation, Ending, MessageChecker

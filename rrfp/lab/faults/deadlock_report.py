@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core.claims import Sharing
 from rrfp.core.usage import WaitCause
 from rrfp.core.waiting import describe_task, unconsumed, wait_line, waiting

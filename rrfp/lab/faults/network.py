@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessage, GroupMessageKind
 from rrfp.core.events import Claimed, Consumed, Granted, Offered
 from rrfp.lab.cluster.cluster import ClaimMessage, Content, Envelope
 from rrfp.lab.faults.faults import (

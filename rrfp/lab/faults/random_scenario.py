@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core.hint import Hint, View
 from rrfp.core.ready_set import ForcedOrder, ReadySet, natural_order
 from rrfp.errors import ConfigError

@@ -55,7 +55,7 @@ def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) 
     """
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     shape = table.latency_forward.shape
-    name, seconds = _parse(model)
+    name, seconds = parse_latency(model)
     if name in ("none", "constant"):
         forward = backward = np.full(shape, seconds)
     else:
@@ -73,7 +73,7 @@ def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) 
     return replace(table, latency_forward=forward, latency_backward=backward)
 
 
-def _parse(model: str) -> tuple[str, float]:
+def parse_latency(model: str) -> tuple[str, float]:
     """The model's bare name, and the seconds of a constant one."""
     name, colon, argument = model.partition(":")
     if not colon and name in LATENCY_MODELS:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.layered import LayerCosts
+from rrfp.integrations.splitting.cuts import LayerCosts
 from rrfp.model.placement import Placement
 from rrfp.plain import Reader, fields_of, number, read_json, shown, text, whole
 

@@ -47,6 +47,10 @@ class Request:
     #: The most tasks that are simulated; what is begun is finished.
     tasks: int = MOST_TASKS
 
+    def __post_init__(self) -> None:
+        if self.memory is not None and not bytes_of(self.memory):
+            raise ConfigError(f"memory is {self.memory!r}, must be a size such as 8GB (B, kB, MB, GB)")
+
 
 @dataclass(frozen=True, slots=True)
 class Basis:
@@ -149,10 +153,7 @@ def plans_of(
     recomputed: Recomputed | None = None,
 ) -> Plans:
     """The plans for a job."""
-    num_bytes = None
-    if request.memory is not None and not (num_bytes := bytes_of(request.memory)):
-        raise ConfigError(f"memory is {request.memory!r}, must be a size such as 8GB (B, kB, MB, GB)")
-    costs = basis.steps[0].costs
+    num_bytes, costs = bytes_of(request.memory), basis.steps[0].costs
     if num_bytes is not None and costs.held is None:
         raise ConfigError(f"{basis.name}: the trace has no bytes, which --memory needs")
     slow = tuple(whole("slow-rank", stage, 0, costs.stages - 1) for stage in request.slow)

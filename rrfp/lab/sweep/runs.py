@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from types import TracebackType
 
@@ -158,8 +158,13 @@ class SweepFile:
             self.rows += 1
 
     def _write(self, values: Sequence[str]) -> None:
-        self._writer.writerow(values)
-        self._file.flush()
+        try:
+            self._writer.writerow(values)
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # what is left to write
+                self._file.close()
+            raise ConfigError(f"{self._file.name}: cannot be written ({error.strerror or error})") from None
 
     def __enter__(self) -> SweepFile:
         return self

@@ -15,19 +15,7 @@ from rrfp.errors import ConfigError
 from rrfp.model import plain_graph
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Task
-from rrfp.plain import (
-    Reader,
-    fields_of,
-    flag,
-    number,
-    one_of,
-    or_none,
-    read_json,
-    shown,
-    text,
-    value_error,
-    whole,
-)
+from rrfp.plain import Reader, fields_of, flag, number, one_of, or_none, read_json, shown, text, value_error, whole
 from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import BYTES, CORE_WAITS, GRAPH, LAUNCHED, LIMITS, SIZES, SKIPPED, STEPS_THREAD
 from rrfp.trace.job_data import JOB, TracedJob, read_limit

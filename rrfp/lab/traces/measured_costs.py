@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rrfp.costs.table import PLACEMENTS, Bits, CostTable, Matrix
-from rrfp.errors import ConfigError
-from rrfp.lab.generators.latency import LATENCY_MODELS, with_latency
+from rrfp.errors import ConfigError, Faults
+from rrfp.lab.generators.latency import LATENCY_MODELS, parse_latency, with_latency
 from rrfp.lab.traces.chrome_reader import TracedRun
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout, Placement, TablePlacement
@@ -241,6 +241,17 @@ class MeasuredCosts:
     has_sizes: bool
 
 
+def check_choices(step: object, latency: str | None) -> None:
+    """Refuse what `measured_costs` would, without a trace."""
+    with Faults() as faults:
+        if type(step) is not int and step not in get_args(Choice):
+            with faults.kept():
+                raise ConfigError(f"step is {step!r}, must be a step's number or one of: {', '.join(get_args(Choice))}")
+        with faults.kept():
+            if latency is not None:
+                parse_latency(latency)
+
+
 def measured_costs(
     runs: Sequence[tuple[str, TracedRun]],
     *,
@@ -255,8 +266,7 @@ def measured_costs(
     The typical step keeps how microbatches differ, which is what hints are about. Averages over steps with other data
     in each make microbatches alike, and the simulated step too short.
     """
-    if type(step) is not int and step not in get_args(Choice):
-        raise ConfigError(f"step is {step!r}, must be a step's number or one of: {', '.join(get_args(Choice))}")
+    check_choices(step, latency)
     left_out: Counter[str] = Counter()
     named = [pair for name, run in runs for pair in _chosen(name, run, skip_first, step, left_out)]
     if not named:

@@ -26,17 +26,10 @@ _BEATS = 4
 
 
 class LoopWatchdog:
-    """Watches the loop that `start` is called on.
+    """Watches the loop that `start` is called on; its thread calls ``matters``, ``give_up`` and ``stalled``.
 
-    Args:
-        name: the display names of the ranks that run there.
-        limit: seconds without a beat after which stacks are printed; at least `ANSWER_S`.
-        awake_every: its thread wakes up at least so often, in seconds, whatever the loop does.
-        watch_lock: let a second process print the stacks where the interpreter's lock is not free.
-        abort_after: seconds without a beat after which `give_up` is called; None: never.
-        matters: whether a loop that does not run is a problem now; called on another thread.
-        give_up: called with the seconds for which the loop has not run, on another thread.
-        stalled: called with one line that says so, on another thread.
+    Stacks are printed after ``limit`` seconds without a beat (`ANSWER_S` at least), ``give_up`` is called after
+    ``abort_after``, while the loop ``matters``. Whatever the loop does, the thread wakes up ``awake_every`` so often.
     """
 
     def __init__(

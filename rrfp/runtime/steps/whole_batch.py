@@ -113,7 +113,9 @@ def _rows(leaves: Sequence[tuple[str, Tensor]], microbatches: int) -> int:
                 f"batches are cut row by row; {_BY_MICROBATCH}"
             )
     if rows < microbatches:
-        raise ConfigError(f"{first} has {rows} rows (dimension 0), must have at least microbatches, {microbatches}")
+        raise ConfigError(
+            f"{first} has {rows} rows (dimension 0), must have one or more for each of {microbatches} microbatches"
+        )
     return rows
 
 

@@ -12,17 +12,8 @@ from typing import Any
 
 from rrfp.compute.lanes.base import OfferSlot
 from rrfp.errors import StageError
-from rrfp.testing.checks import SkippedError
-from rrfp.testing.lane_checks.subject import (
-    PATIENCE_S,
-    QUIET_S,
-    LaneGate,
-    MakeLane,
-    Subject,
-    completed,
-    failure,
-    soon,
-)
+from rrfp.testing.checks import PATIENCE_S, SkippedError, soon
+from rrfp.testing.lane_checks.subject import QUIET_S, LaneGate, MakeLane, Subject, completed, failure
 
 #: Seconds after which nothing of a completed call may be left: less than any of the lane's own timeouts.
 FREED_S = 0.5

@@ -9,17 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from rrfp.testing.checks import SkippedError
-from rrfp.testing.lane_checks.subject import (
-    MakeLane,
-    Subject,
-    completed,
-    failure,
-    full_on,
-    holds,
-    soon,
-    synchronized,
-)
+from rrfp.testing.checks import SkippedError, soon
+from rrfp.testing.lane_checks.subject import MakeLane, Subject, completed, failure, full_on, holds, synchronized
 
 #: A check of overlap is repeated so often, since the machine may suspend the lane for as long as the device computes.
 ATTEMPTS = 10

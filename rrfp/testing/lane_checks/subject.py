@@ -5,7 +5,7 @@ Checks wait for events, `PATIENCE_S` at most; to show that an event does *not* h
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,12 +15,9 @@ from torch import Tensor
 
 from rrfp.compute.lanes.base import Execution, Lane
 from rrfp.devices.base import Device
-from rrfp.testing.checks import SkippedError
+from rrfp.testing.checks import PATIENCE_S, SkippedError, soon
 
 T = TypeVar("T")
-
-#: Seconds within which an event that must happen has happened.
-PATIENCE_S = 20.0
 
 #: Seconds for which a check watches that an event does not happen.
 QUIET_S = 0.05
@@ -79,15 +76,6 @@ Check = Callable[[MakeLane], Coroutine[Any, Any, None]]
 """One check; raises AssertionError with one sentence about the breach, or SkippedError with the part that it lacks."""
 
 
-async def soon(awaitable: Awaitable[T], event: str) -> T:
-    """Await for `PATIENCE_S` at most; ``event`` is what did not happen."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            return await awaitable
-    except TimeoutError:
-        raise AssertionError(f"{event}: did not happen within {PATIENCE_S:g} s") from None
-
-
 async def completed(future: asyncio.Future[Execution[T]], event: str = "a call completes") -> Execution[T]:
     """The execution of a call, within `PATIENCE_S`; raises the call's error."""
     await soon(asyncio.wait([future]), event)
@@ -133,10 +121,8 @@ class LaneGate:
         self._opened = threading.Event()
 
     def wait_here(self) -> None:
-        """The call."""
         self._loop.call_soon_threadsafe(self.is_reached.set)
         self.has_given_up = not self._opened.wait(PATIENCE_S)
 
     def open(self) -> None:
-        """Let the call return."""
         self._opened.set()

@@ -14,10 +14,10 @@ check is about an option, such as `deliver_to`, that the transport does not offe
 """
 
 from rrfp.testing.checks import NotOfferedError, SkippedError, checks_of, run_checks
-from rrfp.testing.transport_checks import data, direct, ends, flow, frames, peers
+from rrfp.testing.transport_checks import data, ends, flow, frames
 from rrfp.testing.transport_checks.frames import check_codec
-from rrfp.testing.transport_checks.losses import naming_losses
 from rrfp.testing.transport_checks.pair import Check, MakePair, Pair, PairOptions
+from rrfp.testing.transport_checks.wrapped import directly, naming_losses
 
 __all__ = [
     "ALL_CHECKS",
@@ -31,9 +31,23 @@ __all__ = [
     "run_transport_checks",
 ]
 
+# Not those of back-pressure, nor of waiting calls: what is delivered counts as received, and is never waited for.
+_DIRECTLY: tuple[Check, ...] = (
+    *checks_of(data),
+    flow.check_fifo_per_channel,
+    flow.check_message_larger_than_the_queue,
+    ends.check_refused_calls,
+    ends.check_statistics,
+    ends.check_close_delivers,
+    ends.check_death_comes_after_messages,
+    ends.check_three_ranks,
+    ends.check_one_of_three_dies,
+    *checks_of(frames),
+)
+
 ALL_CHECKS: tuple[Check, ...] = (
-    *(naming_losses(check) for module in (data, flow, ends, peers, frames) for check in checks_of(module)),
-    *direct.CHECKS,
+    *(naming_losses(check) for module in (data, flow, ends, frames) for check in checks_of(module)),
+    *map(directly, _DIRECTLY),
 )
 """Every check, the simplest first, so that the first failure is the most helpful."""
 

@@ -16,15 +16,9 @@ from torch import Tensor
 
 from rrfp.errors import RrfpError
 from rrfp.model.tasks import Kind, Mode, StepId, Task
-from rrfp.transports.base import (
-    Channel,
-    Message,
-    MessageKind,
-    Plain,
-    Transport,
-    TransportContext,
-    TransportStatistics,
-)
+from rrfp.testing.checks import PATIENCE_S, DidNotHappenError
+from rrfp.testing.checks import soon as soon
+from rrfp.transports.base import Channel, Message, MessageKind, Plain, Transport, TransportContext, TransportStatistics
 from rrfp.transports.registry import TransportSpec, create_transport
 from rrfp.transports.rendezvous import LocalRendezvous
 from rrfp.transports.secret import Secret
@@ -36,9 +30,6 @@ STEP = StepId(3, Mode.TRAIN, 1 << 20)
 
 #: Of the pairs of `started_pair`.
 RUN_ID = "checks"
-
-#: Seconds within which an event that must happen has happened.
-PATIENCE_S = 20.0
 
 #: Seconds for which a check watches that an event does not happen.
 QUIET_S = 0.1
@@ -134,24 +125,6 @@ class WrappedTransport(Transport):
 
     def statistics(self) -> TransportStatistics:
         return self._inner.statistics()
-
-
-class DidNotHappenError(AssertionError):
-    """An event that must happen did not, within `PATIENCE_S`."""
-
-    @classmethod
-    def of(cls, event: str) -> DidNotHappenError:
-        """For ``event``, a sentence."""
-        return cls(f"{event}: did not happen within {PATIENCE_S:g} s")
-
-
-async def soon(awaitable: Awaitable[_Result], event: str) -> _Result:
-    """Await for `PATIENCE_S` at most; ``event`` is what did not happen."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            return await awaitable
-    except TimeoutError:
-        raise DidNotHappenError.of(event) from None
 
 
 async def stays_pending(task: asyncio.Task[Any], breach: str) -> None:

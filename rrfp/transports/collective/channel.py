@@ -88,7 +88,6 @@ class _OneWay:
         settle(done, None if error is None else P2PError(str(error)), result)
 
     def end(self, error: RrfpError) -> None:
-        """Fail all transfers."""
         if self._error is None:
             self._error = error
             for done in self._pending:

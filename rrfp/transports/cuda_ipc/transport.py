@@ -23,10 +23,9 @@ from rrfp.devices.base import ByteRange, SharedMemory
 from rrfp.devices.copies import SharesDeviceMemory
 from rrfp.errors import FrameError, TransportClosedError
 from rrfp.plain import whole
-from rrfp.transports.auto import log_choice
+from rrfp.transports.auto import HostChoice, log_choice
 from rrfp.transports.base import Transport, TransportContext
 from rrfp.transports.cuda_ipc.slots import MIN_SLOT_BYTES, SLOTS, SlotChannel, Slots, room_of_slots
-from rrfp.transports.host_choice import HostChoice
 from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.rendezvous import by_peer, lookup_peer, publish_in_time
 from rrfp.transports.shm.transport import ShmTransport

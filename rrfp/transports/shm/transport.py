@@ -25,11 +25,10 @@ from rrfp.transports.base import Channel, TransportContext
 from rrfp.transports.links.flow import HomeLoop
 from rrfp.transports.links.linked import HELLO, LinkedTransport
 from rrfp.transports.rendezvous import publish_in_time
-from rrfp.transports.shm.datagrams import BUFFER_BYTES, unpack
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
 from rrfp.transports.shm.link import ShmLink
 from rrfp.transports.shm.liveness import PeerLiveness
-from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.packets import BUFFER_BYTES, PacketSocket, unpack
 from rrfp.transports.shm.slot_pool import IDLE_S, SlotLoan, SlotPool, drop_surplus
 from rrfp.transports.shm.slots import with_limit
 from rrfp.transports.shm.state import Copier, TransportState

@@ -17,9 +17,8 @@ from rrfp.host import boot_id, namespace, pidfd
 from rrfp.log import RateLimitedLog, get_logger
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES
 from rrfp.transports.links.flow import HomeLoop
-from rrfp.transports.shm.datagrams import BUFFER_BYTES
 from rrfp.transports.shm.endpoint import Connected, Listener, connect
-from rrfp.transports.shm.packets import PacketSocket
+from rrfp.transports.shm.packets import BUFFER_BYTES, PacketSocket
 from rrfp.transports.shm.slots import Slot, obstacle_of_limits, with_limit
 
 _TOKEN_BYTES = 16

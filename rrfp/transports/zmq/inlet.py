@@ -27,9 +27,8 @@ from rrfp.transports.links.pool import BufferPool
 from rrfp.transports.wire.codec import MAX_HEADER_BYTES, Codec, Sealed
 from rrfp.transports.wire.header_checks import MAX_ITEMS
 from rrfp.transports.zmq.endpoint import bind, unbind
-from rrfp.transports.zmq.gate import authenticated_rank
 from rrfp.transports.zmq.pieces import INLINE_BYTES, MAX_PART_BYTES, PIECE_BYTES, Assembly
-from rrfp.transports.zmq.security import CURVE_BYTES, Security
+from rrfp.transports.zmq.security import CURVE_BYTES, Security, authenticated_rank
 
 FAREWELL = "farewell"
 
@@ -81,7 +80,6 @@ class FrameReceiver(Protocol):
 
 
 def identity_of(rank: int, channel: Channel) -> bytes:
-    """The routing id of a connection."""
     return f"{rank}/{channel}".encode()
 
 

@@ -42,7 +42,6 @@ class _Stream:
 
     @property
     def is_done(self) -> bool:
-        """Whether libzmq has all parts."""
         return self._start is None and self._piece is None
 
     def push(self, socket: zmq.Socket[bytes]) -> int:

@@ -12,6 +12,7 @@ receiver resynchronises at the next start.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from rrfp.errors import FrameError
@@ -60,14 +61,9 @@ def split_inline(sizes: Sequence[int]) -> tuple[list[Piece], Iterator[Piece]]:
     for piece in pieces:
         total += piece.num_bytes
         if total > INLINE_BYTES:
-            return inline, _chain(piece, pieces)
+            return inline, chain([piece], pieces)
         inline.append(piece)
     return inline, pieces
-
-
-def _chain(first: Piece, others: Iterator[Piece]) -> Iterator[Piece]:
-    yield first
-    yield from others
 
 
 class Assembly:
@@ -100,7 +96,6 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces have arrived."""
         return self._next is None
 
     def add(self, part: memoryview) -> None:
@@ -113,7 +108,6 @@ class Assembly:
         self._next = next(self._rest, None)
 
     def message(self) -> Message:
-        """The message, once it is complete."""
         return self._announcement.assemble(self._buffers)
 
     def incomplete(self) -> FrameError:

@@ -27,10 +27,9 @@ from rrfp.transports.links.linked import BYE, HELLO, LEFT, WANT, WELCOME, Greete
 from rrfp.transports.rendezvous import by_peer, publish_in_time
 from rrfp.transports.wire.codec import Codec, Sealed
 from rrfp.transports.zmq.endpoint import IPC, choose_address
-from rrfp.transports.zmq.gate import Gate
 from rrfp.transports.zmq.inlet import FAREWELL, ZmqInlet, identity_of
 from rrfp.transports.zmq.outlet import ZmqOutlet, open_socket
-from rrfp.transports.zmq.security import ALL_CHANNELS, Published, Security
+from rrfp.transports.zmq.security import ALL_CHANNELS, Gate, Published, Security
 
 
 class ZmqLink(GreetedLink[ZmqOutlet]):

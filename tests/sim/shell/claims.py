@@ -19,13 +19,11 @@ from rrfp.core import events as ev
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.checker import RankChecker
-from rrfp.lab.cluster.cluster import Envelope, TimedCluster
-from rrfp.lab.cluster.event_queue import EventQueue
+from rrfp.lab.cluster.cluster import Envelope, EventQueue, TimedCluster
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import ranks_of
 from rrfp.lab.emulated import EmulatedStage
 from rrfp.lab.simulated_transport import SimulatedTransport
-from rrfp.lab.timer_lane import TimerLane
 from rrfp.memory.admission import Limit
 from rrfp.memory.round_trips import FollowedLimits
 from rrfp.model.graph import TaskGraph
@@ -38,6 +36,7 @@ from rrfp.runtime.context import RankSettings
 from rrfp.runtime.control_tree import Shares, data_peers, peers
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.steps.plan import StepPlanner
+from rrfp.testing.clock import TimerLane
 from rrfp.transports.base import Message, MessageKind, TransportContext
 from rrfp.transports.rendezvous import LocalRendezvous
 

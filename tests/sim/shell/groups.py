@@ -16,7 +16,7 @@ from sim.shell.group_lane import GroupLane, Meetings, MeetingStage
 from sim.shell.runs import patience, run_ranks
 
 from rrfp import Hint, StepResult, Topology
-from rrfp.arbiter.group_messages import GroupMessageKind
+from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.core.stage_core import StageCore

@@ -1,6 +1,7 @@
-"""Modules that reduce their own gradients over processes, by hooks on backward that count its calls.
+"""What modules do with gradients by themselves, and which cannot run: those that reduce once a backward, sparse tables.
 
-They are recognised by the methods that torch gives them, so a pipeline without them never loads their packages.
+Modules that reduce their own gradients over processes do so by hooks on backward that count its calls. They are
+recognised by the methods that torch gives them, so a pipeline without them never loads their packages.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TextOf, numbered
@@ -61,3 +62,29 @@ def _wrapper(part: nn.Module) -> tuple[str, str] | None:
         remedy = "shard with torch.distributed.fsdp.fully_shard, and name the dim of its mesh in coordinate"
         return "FullyShardedDataParallel", remedy
     return None
+
+
+def sparse_tables(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) -> Iterator[tuple[str, Tensor]]:
+    """The embeddings with ``sparse=True`` and a trained weight."""
+    for where, part in submodules(modules, text_of):
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            yield where, part.weight
+
+
+def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: TextOf = numbered) -> None:
+    """Refuse tables with sparse gradients, for the reason ``because``."""
+    for where, _ in sparse_tables(modules, text_of):
+        raise ConfigError(f"{where} has sparse=True, must be sparse=False: {because}")
+
+
+def check_ties_not_sparse(
+    modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]], text_of: TextOf = numbered
+) -> None:
+    """Refuse tied tables with sparse gradients."""
+    names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
+    for where, weight in sparse_tables(modules, text_of):
+        if (name := names.get(id(weight))) is not None:
+            raise ConfigError(
+                f"{where} has sparse=True, must be sparse=False: its weight is in the tie {name!r}, whose copies add "
+                "dense gradients"
+            )

@@ -1,25 +1,108 @@
-"""Agreement without a leader, as in the paper (section 4.3): the baseline that `coordination="agreement"` selects.
+"""How the ranks of a group come to run the same tasks in the same order: their messages, and the two ways.
 
-Before each task every rank of a group proposes what its own core would run, and all learn all proposals. If they are
-equal all run the task, otherwise no rank does, and they propose again once any of them has another proposal. With a
-hint that is no pure function of the ready set (measured durations, order of arrival) they may never agree: that is
-detected like any other deadlock, and reported with the proposals.
+**A leader** (`LeaderProtocol`): its core decides over tasks that are ready on every rank, appends each to a numbered
+log as it enqueues it, and this broadcasts the entry; a follower's core runs exactly the log. The policy is the core's,
+which also raises `ProtocolError` for a message that contradicts the log (a gap, a repetition, a report of a task that
+the leader does not await). With a depth of two or more the leader decides while its lane still runs the task before,
+so that entries travel behind compute.
 
-The all-gather goes through member 0 of the group, which collects proposals and announces the outcome of a round. So a
-round ends on member 0 before any rank can propose in the next one, and no message of a step follows its last round.
+**Agreement** (`AgreementArbiter`), without a leader, as in the paper (section 4.3): the baseline that
+`coordination="agreement"` selects. Before each task every rank of a group proposes what its own core would run, and all
+learn all proposals. If they are equal all run the task, otherwise no rank does, and they propose again once any of them
+has another proposal. With a hint that is no pure function of the ready set (measured durations, order of arrival) they
+may never agree: that is detected like any other deadlock, and reported with the proposals. The all-gather goes through
+member 0 of the group, which collects proposals and announces the outcome of a round. So a round ends on member 0 before
+any rank can propose in the next one, and no message of a step follows its last round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
 
 from rrfp.arbiter.arbiter import Arbiter
-from rrfp.arbiter.group_messages import GroupMessage, GroupMessageKind, SendToMember
+from rrfp.core import events as ev
 from rrfp.core.group_step import GroupMembership
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ProtocolError
 from rrfp.model.tasks import StepId, Task
+
+
+class GroupMessageKind(StrEnum):
+    """The meaning of a message."""
+
+    READY = "ready"  # to the leader: all that `task` needs from other stages has arrived here
+    HELD = "held"  # to the leader: bytes that `task` has left behind here; `numbers`: held, output
+    ORDER = "order"  # from the leader: entry numbers[0] of the log is `task`
+    PROPOSE = "propose"  # agreement, to member 0: in round numbers[0] this rank would run `task`
+    OUTCOME = "outcome"  # agreement, from there: round numbers[0] chose `task`; None: the ranks did not agree
+    PROMPT = "prompt"  # agreement, from there: round numbers[0] is open again, propose
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMessage:
+    """One message inside a group."""
+
+    kind: GroupMessageKind
+    #: The sender's step.
+    step: StepId
+    task: Task | None = None
+    #: See `GroupMessageKind`.
+    numbers: tuple[int, ...] = ()
+
+
+#: Sends a message to a member of this rank's group.
+SendToMember = Callable[[int, GroupMessage], None]
+
+
+class LeaderProtocol:
+    """One rank's part in its group, leader or follower.
+
+    Where a limit counts bytes, ``reports_bytes`` makes followers report the bytes that their tasks hold.
+    """
+
+    def __init__(
+        self,
+        group: GroupMembership,
+        send: SendToMember,
+        apply: Callable[[ev.Event], None],
+        *,
+        reports_bytes: bool = False,
+    ) -> None:
+        self._group = group
+        self._send = send
+        self._apply = apply
+        self._reports_bytes = reports_bytes
+
+    def perform(self, instruction: ev.ReportReady | ev.Order, step: StepId) -> None:
+        """Send what an instruction of the core in ``step`` asks for."""
+        if isinstance(instruction, ev.ReportReady):
+            self._send(0, GroupMessage(GroupMessageKind.READY, step, instruction.task))
+            return
+        message = GroupMessage(GroupMessageKind.ORDER, step, instruction.task, (instruction.sequence,))
+        for member in range(1, self._group.size):
+            self._send(member, message)
+
+    def on_completed(self, event: ev.Completed, step: StepId) -> None:
+        """A task of this rank has completed: its leader's limit has to count it."""
+        if self._reports_bytes and self._group.follows:
+            self._send(0, GroupMessage(GroupMessageKind.HELD, step, event.task, (event.held, event.output)))
+
+    def on_message(self, member: int, message: GroupMessage) -> None:
+        """``member`` of the group sent ``message``; one that this member cannot send is a ProtocolError."""
+        match message:
+            case GroupMessage(GroupMessageKind.READY, step, task) if task is not None and not self._group.follows:
+                self._apply(ev.ReadyReported(step, member, task))
+            case GroupMessage(GroupMessageKind.HELD, step, task, (held, output)) if (
+                task is not None and not self._group.follows
+            ):
+                self._apply(ev.HeldReported(step, member, task, held, output))
+            case GroupMessage(GroupMessageKind.ORDER, step, task, (sequence,)) if task is not None and member == 0:
+                self._apply(ev.Ordered(step, sequence, task))
+            case _:
+                raise ProtocolError(f"member {member} of the group says {message}, which makes no sense here")
 
 
 def outcome_of(proposals: Iterable[Task | None]) -> Task | None:

@@ -184,11 +184,8 @@ def forget_others(model: nn.Module, chunks: Iterable[nn.Module]) -> None:
 def whole_state_dict(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor] | None:
     """The state dict of the whole model, on the CPU of rank 0; None on the others.
 
-    One tensor after the other is sent, so no rank needs memory for more than the model.
-
-    Args:
-        model: on each rank, without what other ranks hold: see `forget_others`.
-        group: of all ranks, for tensors on the CPU.
+    ``model`` lacks what other ranks hold (`forget_others`), and ``group`` has all ranks, for tensors on the CPU. One
+    tensor after the other is sent, so no rank needs memory for more than the model.
     """
     state, rank = model.state_dict(), dist.get_rank(group)
     held: list[Any] = [None] * dist.get_world_size(group)
