@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rrfp.core.ready_set import ReadySet as ReadySet
     from rrfp.errors import ConfigError as ConfigError
     from rrfp.errors import PipelineAborted as PipelineAborted
+    from rrfp.errors import RankLostError as RankLostError
     from rrfp.errors import RrfpError as RrfpError
     from rrfp.integrations.splitting.split import split as split
     from rrfp.integrations.splitting.stages import merge_state_dict as merge_state_dict
@@ -61,7 +62,7 @@ _HOMES = homes_of(
         "rrfp.compute.split.backward": "SplitBackward",
         "rrfp.core.hint": "Hint View",
         "rrfp.core.ready_set": "ReadySet",
-        "rrfp.errors": "ConfigError PipelineAborted RrfpError",
+        "rrfp.errors": "ConfigError PipelineAborted RankLostError RrfpError",
         "rrfp.hints": "hints",
         "rrfp.integrations.splitting.split": "split",
         "rrfp.integrations.splitting.stages": "merge_state_dict",

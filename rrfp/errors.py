@@ -30,6 +30,7 @@ __all__ = [
     "PeerLostError",
     "PipelineAborted",
     "ProtocolError",
+    "RankLostError",
     "RrfpError",
     "StageError",
     "TransportClosedError",
@@ -236,6 +237,33 @@ class PipelineAborted(RrfpError):
 
     def __str__(self) -> str:
         return f"aborted by {self.origin}"
+
+
+class RankLostError(PipelineAborted):
+    """With ``on_lost_rank="finish"``: a rank was lost, and the call's batch was not used.
+
+    It was lost between two steps, in an evaluation, or too early in a step for the others to have its microbatches.
+    Parameters are complete on the ranks that are left: save a checkpoint, with ``pipe=pipe``, and end.
+
+    Attributes:
+        lost: the lost ranks.
+        step: the number of the training step that is not done; those before it are.
+        reason: why the others could not finish it.
+    """
+
+    def __init__(self, origin: Origin, lost: tuple[int, ...], step: int, reason: str) -> None:
+        super().__init__(origin)
+        self.args = (origin, lost, step, reason)
+        self.lost = lost
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        numbers = " and ".join(map(str, self.lost))
+        return (
+            f"rank{'s' * (len(self.lost) > 1)} {numbers} lost ({self.origin}). {self.reason}. Training steps before "
+            f"{self.step} are complete: save a checkpoint with pipe=pipe, and end"
+        )
 
 
 class DeadlockError(RrfpError):

@@ -76,6 +76,9 @@ ABORTED_S = 2.0
 #: A look at a key of the store that is there, or not: at which pipeline a rank is that did not come.
 LOOK_S = 0.5
 
+#: Between two looks at a closed lane whose last call still runs.
+OVER_S = 0.005
+
 #: A look at a key of the store that is there already, or has come too late.
 GLANCE_S = 0.2
 
@@ -103,6 +106,12 @@ COLLECTIVE_ERROR_S = 4.0
 #: A call failed on a device that runs late: so long for the verdict on the calls before it, one of which may be at
 #: fault.
 DEVICE_VERDICT_S = 1.0
+
+#: After a loss with ``on_lost_rank="finish"``: a rank whose loop does not answer within this time is lost too.
+ROLL_CALL_S = 5.0
+
+#: The ranks that are left then wait for each other so long: in a save, for the slowest one's writing.
+SURVIVORS_S = 600.0
 
 #: Closing a transport in order waits for peers that do not answer.
 TRANSPORT_CLOSE_S = 5.0
@@ -161,6 +170,7 @@ def _check_order() -> None:
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
+        (("ABORTED_S", ABORTED_S), ("ROLL_CALL_S", ROLL_CALL_S)),
         (("GLANCE_S", GLANCE_S), ("LOOK_S", LOOK_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),

@@ -30,7 +30,7 @@ from rrfp.checkpoint.names import (
     parameter_names,
 )
 from rrfp.checkpoint.plain import NotPlainError
-from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, replicas_of, saved_places, unpack
+from rrfp.checkpoint.rank_state import Pipe, Place, entry_for, lost_of, replicas_of, saved_places, unpack
 from rrfp.checkpoint.ranks import Ranks, failures
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
@@ -94,7 +94,7 @@ def load(
         RrfpError: if a file is damaged, holds what is no plain data, or cannot be read; names the file, the rank, the
             reason and the checkpoint before.
     """
-    ranks = Ranks.of_process()
+    ranks = Ranks.of(pipe)
     with ranks.together(f"the checkpoints in {folder!r} cannot be read"):
         note_newest(path_of("folder", folder))
         given = None if path is None else path_of("path", path)
@@ -105,12 +105,12 @@ def load(
     with _unreadable(chosen), ranks.together(text):
         contents = open_checkpoint(chosen, trust_pickles=trust_pickles, rank=ranks.rank)
         saved: Saved = contents.metadata.state_dict_metadata
-        position = Place.of(None if pipe is None else pipe.state_dict(), ranks.rank)
+        position = Place.of(None if pipe is None else pipe.state_dict(), ranks.number)
     places, saved_by = [Place(*each) for each in ranks.gather(position)], saved_places(saved)
     replica = position.replica if replicas_of(places) == replicas_of(saved_by) else None
     with ranks.together(text):
         entries = _wanted(saved, modules, optimizer, replica)
-        name, is_same_place = entry_for(position, saved_by, len(places))
+        name, is_same_place = entry_for(position, saved_by, len(places) - lost_of(saved))
         if name is not None:
             entries[name] = _room(saved[name])
     if replica is None and ranks.rank == 0:

@@ -16,6 +16,7 @@ from rrfp.log import get_logger
 logger = get_logger(__name__)
 
 _ENTRY = re.compile(r"ranks\.(\d+)\.(\d+)\.(\d+)")
+_LOST = "ranks.lost."
 
 
 class Pipe(Protocol):
@@ -51,14 +52,25 @@ def saved_places(names: Iterable[str]) -> list[Place]:
     return sorted(Place(*map(int, match.groups())) for name in names if (match := _ENTRY.fullmatch(name)))
 
 
+def lost_entry(rank: int) -> str:
+    """Names the entry, without a value, of a rank that was lost before the save."""
+    return f"{_LOST}{rank}"
+
+
+def lost_of(names: Iterable[str]) -> int:
+    """How many ranks were lost before the save, by the names of the entries."""
+    return sum(name.startswith(_LOST) for name in names)
+
+
 def replicas_of(places: Iterable[Place]) -> int:
     return len({each.replica for each in places})
 
 
 def entry_for(position: Place, saved: list[Place], world: int) -> tuple[str | None, bool]:
-    """The entry that a rank at ``place``, of ``world``, loads, and whether it is of the very same place.
+    """The entry that a rank at ``place`` loads, and whether it is of the very same place.
 
-    On another layout that is the entry of its replica's first rank; None if the checkpoint has no such replica.
+    ``world`` ranks would have saved in the layout that loads. On another one, and on a rank that was lost, that is the
+    entry of its replica's first rank; None if the checkpoint has no such replica.
     """
     if position in saved and len(saved) == world:
         return position.entry, True
@@ -66,7 +78,7 @@ def entry_for(position: Place, saved: list[Place], world: int) -> tuple[str | No
     if replicas:
         return replicas[0].entry, False
     if saved:
-        count = 1 + saved[-1].replica
+        count = replicas_of(saved)
         text = "the checkpoint has %d data-parallel rank(s), and none with index %d: extra is None on rank %d"
         logger.warning(text, count, position.replica, position.rank)
     return None, False

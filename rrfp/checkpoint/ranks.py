@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rrfp.compute.gradients.process_groups import all_gather_bytes
 from rrfp.errors import ConfigError, RrfpError
+from rrfp.log import get_logger
+
+logger = get_logger(__name__)
 
 #: A path may have bytes that are no text.
 _ANY_PATH = "surrogatepass"
@@ -27,8 +30,22 @@ class Ranks:
 
     #: Of all ranks; None in a job of one process.
     group: dist.ProcessGroup | None = None
-    #: This one's.
+    #: This one's, in the group.
     rank: int = 0
+    #: Of each rank of the group, its number in ``torch.distributed``; and the numbers of those that were lost.
+    numbers: Sequence[int] = (0,)
+    lost: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, pipe: object) -> Ranks:
+        """The ranks that use ``pipe``: those that are left where it has lost some, else all; see `of_process`."""
+        survivors = getattr(pipe, "_survivors", None)
+        if survivors is None:
+            return cls.of_process()
+        if under_way:  # it cannot become complete without a rank that was lost, and may wait for it
+            logger.warning("the asynchronous save that was under way when a rank was lost is given up")
+            under_way.clear()
+        return cls._of_group(survivors.group)
 
     @classmethod
     def of_process(cls) -> Ranks:
@@ -47,25 +64,25 @@ class Ranks:
         default = dist.group.WORLD
         if _groups.get("of") is not default:
             _groups.update(of=default, group=dist.new_group(backend="gloo"))
-        return cls(_groups["group"], dist.get_rank())
+        return cls._of_group(_groups["group"])
+
+    @classmethod
+    def _of_group(cls, group: dist.ProcessGroup) -> Ranks:
+        numbers = dist.get_process_group_ranks(group)
+        lost = sorted({*range(dist.get_world_size())} - {*numbers})
+        return cls(group, dist.get_rank(group), numbers, lost)
+
+    @property
+    def number(self) -> int:
+        """This rank's, in ``torch.distributed``."""
+        return self.numbers[self.rank]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank: plain data, as msgpack has it. Nothing is pickled."""
         packed: bytes = msgpack.packb(value, unicode_errors=_ANY_PATH)
         with failures("checkpoint: another rank has ended", self):
-            gathered = [packed] if self.group is None else self._gather(packed)
+            gathered = [packed] if self.group is None else all_gather_bytes(packed, self.group)
             return [msgpack.unpackb(each, unicode_errors=_ANY_PATH) for each in gathered]
-
-    def _gather(self, data: bytes) -> list[bytes]:
-        ranks = range(dist.get_world_size(self.group))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
-        lengths = [int(size) for size in sizes]
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        values = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(values, own, group=self.group)
-        return [value[:length].numpy().tobytes() for value, length in zip(values, lengths, strict=True)]
 
     def from_first(self, value: Any) -> Any:
         return self.gather(value)[0]
@@ -80,7 +97,7 @@ class Ranks:
         except RrfpError as error:
             problem, cause = (True, str(error)), error
         except Exception as error:
-            problem, cause = (False, failure_text(text, self.rank, error)), error
+            problem, cause = (False, failure_text(text, self.number, error)), error
         problems = [each for each in self.gather(problem) if each is not None]
         if problems:
             is_callers, message = problems[0]
@@ -101,9 +118,9 @@ def failures(text: str, ranks: Ranks, failed: Callable[[], None] = lambda: None)
     except CheckpointException as error:
         failed()
         rank, (failure, _) = min(error.failures.items())
-        raise RrfpError(failure_text(text, rank, failure)) from error
+        raise RrfpError(failure_text(text, ranks.numbers[rank], failure)) from error
     except Exception as error:  # of the group: the rank at fault has a traceback of its own
-        raise RrfpError(failure_text(text, ranks.rank, error)) from None
+        raise RrfpError(failure_text(text, ranks.number, error)) from None
 
 
 #: The last asynchronous save of this process: its thread uses the group.

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from rrfp.checkpoint import plain
 from rrfp.checkpoint.files import SUMS_ENTRY, EntriesPlanner, Writer
-from rrfp.checkpoint.folder import discard, new_path, prune
+from rrfp.checkpoint.folder import discard, new_path, note_newest, prune
 from rrfp.checkpoint.names import Modules, Optimizers, collision, model_entries, optimizer_entries, state_names
-from rrfp.checkpoint.rank_state import Pipe, Place, pack, replicas_of
+from rrfp.checkpoint.rank_state import Pipe, Place, lost_entry, pack, replicas_of
 from rrfp.checkpoint.ranks import Ranks, failures, under_way
 from rrfp.errors import ConfigError, misspelt
 from rrfp.plain import or_none, path_of, whole
@@ -101,6 +101,8 @@ def save(
             only running code could load, two stages, or two ranks of a group, have one name for different values, or
             another job saves into the folder.
         RrfpError: if a rank cannot write its part, also in an asynchronous save before; names the rank and the reason.
+
+    With ``pipe`` it goes also after a step that was finished without a lost rank, on those that are left.
     """
     # Written here, and not in a thread, so that Ctrl-C ends it.
     entries, path, ranks, keep = _prepare(folder, modules, optimizer, arguments)
@@ -169,7 +171,7 @@ def _prepare(
     folder: str | os.PathLike[str], modules: Modules, optimizer: Optimizers, arguments: SaveArguments
 ) -> tuple[dict[str, Any], Path, Ranks, int | None]:
     """What this rank writes, where, with whom, and how many checkpoints stay."""
-    ranks, keep = Ranks.of_process(), arguments.get("keep")
+    ranks, keep = Ranks.of(arguments.get("pipe")), arguments.get("keep")
     with ranks.together(f"checkpoint in {folder} cannot be written"):
         where = path_of("folder", folder)
         keep = or_none(whole, "keep", keep, 1)
@@ -178,7 +180,7 @@ def _prepare(
     names = sorted(name for name in entries if name.startswith("model."))
     gathered = ranks.gather((position, str(entries["step"]), names))
     places = [Place(*place) for place, _, _ in gathered]
-    _check_steps([step for _, step, _ in gathered])
+    _check_steps([step for _, step, _ in gathered], ranks)
     _check_names(entries, places, [names for _, _, names in gathered], ranks)
     _check_group(entries, places, ranks)
     if replicas_of(places) > 1:
@@ -186,6 +188,8 @@ def _prepare(
     path = None
     with ranks.together(f"checkpoint in {folder} cannot be written"):
         if ranks.rank == 0:
+            if ranks.number:  # rank 0, which wrote the earlier ones, was lost
+                note_newest(where)
             path = str(new_path(where, entries["step"]))
     return entries, Path(ranks.from_first(path)), ranks, keep
 
@@ -218,10 +222,10 @@ def _entries(
     if (state is None) == (step is None):
         raise ConfigError("step goes without pipe, whose state has it: must be exactly one of them")
     step = whole("step", step) if state is None else state["step"]
-    position = Place.of(state, ranks.rank)
+    position = Place.of(state, ranks.number)
     entries = {f"model.{name}": value for name, value in model_entries(modules).items()}
     entries |= {f"optimizer.{name}": value for name, value in optimizer_entries(modules, optimizer).items()}
-    plain.check(arguments.get("extra"), "extra" if ranks.group is None else f"rank {ranks.rank}'s extra")
+    plain.check(arguments.get("extra"), "extra" if ranks.group is None else f"rank {ranks.number}'s extra")
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             plain.check(value, name)
@@ -232,13 +236,16 @@ def _entries(
             entries[f"pipeline.measured.{each['virtual_stage']}"] = json.dumps(each)
         entries["pipeline.state"] = json.dumps(state)
     entries[position.entry] = pack(arguments.get("extra"))
+    entries |= dict.fromkeys(map(lost_entry, ranks.lost))
     return entries, position
 
 
-def _check_steps(steps: list[str]) -> None:
+def _check_steps(steps: list[str], ranks: Ranks) -> None:
     if len(set(steps)) > 1:
-        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
-        raise ConfigError(f"step is {steps[0]} on rank 0 and {steps[other]} on rank {other}: must be the same on all")
+        rank, other = next((rank, step) for rank, step in zip(ranks.numbers, steps, strict=True) if step != steps[0])
+        raise ConfigError(
+            f"step is {steps[0]} on rank {ranks.numbers[0]} and {other} on rank {rank}: must be the same on all"
+        )
 
 
 def _check_names(

@@ -26,7 +26,7 @@ class Batch:
         training_step: the number of the training step, from the pipeline's ``first_step`` on; in an evaluation, the
             number of the next training step. Random numbers depend on it.
         homes: by microbatch, the seed of the replica whose caller has it, and its number there: its random numbers
-            depend on these. Empty unless replicas have exchanged microbatches.
+            depend on these. Empty unless replicas run microbatches of one another.
     """
 
     inputs: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None

@@ -307,7 +307,7 @@ class TorchStage(StageProgram):
         self._modes = replace(modes, cuda_device=None) if self._devices else modes
         devices = self._devices.union(*map(devices_of, self._units.values()))
         on_draw = self._seed_notice.open() if self._seed_notice is not None and step.mode is Mode.TRAIN else None
-        self._forks = RandomForks(self._seed, devices, on_draw=on_draw)
+        self._forks = RandomForks(self._seed, devices, on_draw=on_draw, homes=batch.homes)
         self._step, self._batch, self._inputs = step, batch, StageInputs(batch, self._graph, self._feeds)
         self._clear()
         for v, unit in self._units.items():

@@ -124,6 +124,8 @@ class Pipeline(PipelineHandle):
                     check_rendezvous(rendezvous)
                 with faults.kept():
                     check_loop(loop)
+                    if loop == "caller" and options.get("on_lost_rank") == "finish":
+                        raise ConfigError("loop is 'caller', must be 'own' with on_lost_rank='finish'")
                 with faults.kept():
                     secret = Secret.from_environment(os.environ)
             assert own is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from rrfp.compute.buffers import CarriedState
+from rrfp.compute.gradients.layout import as_dtensor
 from rrfp.compute.gradients.module_checks import check_not_sparse, check_wrappers
 from rrfp.compute.gradients.process_groups import (
     check_replicas,
     check_sharded,
     check_synchronised,
+    check_world,
     replica_group,
     warn_of_unreduced,
 )
@@ -37,11 +39,14 @@ from rrfp.errors import ConfigError, TransportError
 from rrfp.log import get_logger
 from rrfp.model.declared import Graph
 from rrfp.model.graph import TaskGraph
+from rrfp.model.mesh import Mesh
 from rrfp.model.placement import Placement
 from rrfp.model.topology import Topology
 from rrfp.pipeline.callback_runner import CallbackRunner
 from rrfp.pipeline.device_choice import check_on_device, choose_device, generator_devices, new_lane, stage_lane
 from rrfp.pipeline.local_ranks import LocalRanks, together
+from rrfp.pipeline.lost_rank.finishing import Finishing
+from rrfp.pipeline.lost_rank.roll_call import Decision
 from rrfp.pipeline.method import DispatchMethod, summary
 from rrfp.pipeline.options import OptionArguments, Options, common_options, seed_of
 from rrfp.pipeline.partition import Partition, StagePart, check_initialised
@@ -101,6 +106,25 @@ def check_sharing(topology: Topology, *, has_parts: bool) -> None:
         )
     if has_parts:
         raise ConfigError("share_replicas is set, must be False for a graph of parts, whose batches it cannot deal yet")
+
+
+def check_finishing(
+    topology: Topology, parts: Sequence[StagePart], modules: Mapping[int, nn.Module], *, has_parts: bool
+) -> None:
+    """Raise a ConfigError where no replica can finish a step without another's rank."""
+    wrong = ""
+    if topology.replicas == 1:
+        wrong = "for one replica: another one finishes the step"
+    elif topology.members > 1:
+        wrong = f"where a group has {topology.members} ranks ({_dims_text(topology)})"
+    elif has_parts:
+        wrong = "for a graph of parts"
+    elif any(isinstance(part, StageProgram) for part in parts):
+        wrong = "for a StageProgram, whose steps are its own"
+    elif any(as_dtensor(p) is not None for module in modules.values() for p in module.parameters()):
+        wrong = "where parameters are DTensors"
+    if wrong:
+        raise ConfigError(f"on_lost_rank is 'finish', must be 'abort' {wrong}")
 
 
 def announce(
@@ -207,6 +231,7 @@ class RankBuilder:
             check_sharing(topologies[0], has_parts=partition.model is not None)
         if options.share_replicas is True:
             self._method.check_claims(partition.graph)
+        self._arguments = topologies, parts, ties
         by_rank = [partition.modules(part, topology.stage) for topology, part in zip(topologies, parts, strict=True)]
         modules = {v: module for own in by_rank for v, module in own.items()}
         check_initialised(modules, partition.text_of)
@@ -216,6 +241,14 @@ class RankBuilder:
         if torch_ranks is not None:
             check_sharded(modules, topologies[0], torch_ranks, partition.text_of)
             warn_of_unreduced(modules, topologies[0], torch_ranks)
+        self._finishing: Finishing | None = None
+        if options.on_lost_rank == "finish":
+            check_finishing(topologies[0], parts, modules, has_parts=partition.model is not None)
+            assert torch_ranks is not None
+            check_world(topologies[0])
+            self._finishing = Finishing(
+                topologies[0], job.run_id, job.secret, torch_ranks, seed_of(options), options.connect_timeout
+            )
         self._ties = ProcessTies(ties, by_rank, partition.text_of, options.check_replicas or 0)
         self._holder = GradientHolder(
             modules,
@@ -244,6 +277,7 @@ class RankBuilder:
         for rank in self._ranks:
             self._method.check_order(rank.topology, rank.in_order)
         self._callbacks = CallbackRunner(options.callbacks, topologies[0], summary(options))
+        self._rendezvous: Rendezvous | None = None
 
     def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:
         """The tasks of the rank's modules, or the caller's own program."""
@@ -308,12 +342,56 @@ class RankBuilder:
             callbacks=self._callbacks,
             failed_starts=self._job.failed_starts,
             name=self._job.name,
+            finishing=self._finishing,
+            whole=self.whole,
         )
+
+    def whole(self, decision: Decision, step: int) -> LocalRanks:
+        """This process's rank in a pipeline of the whole replicas, which begins with training step ``step``."""
+        ((here,), parts, ties), job = self._arguments, self._job
+        torch_ranks, rendezvous = job.torch_ranks, self._rendezvous
+        assert torch_ranks is not None
+        assert rendezvous is not None
+        ranks, replicas = decision.ranks(here), len(decision.whole)
+        dims = (("pp", here.stages), ("dp", replicas)) if replicas > 1 else (("pp", here.stages),)
+        topology = replace(
+            Topology.at(ranks.index(here.rank), Mesh(dims), here.run_id),
+            restart=here.restart,
+            local_world_size=None if here.single_host else 0,  # nobody says that these are on one host
+        )
+
+        async def meet(timeout_s: float) -> Rendezvous:
+            return rendezvous
+
+        run_id = f"{job.run_id}/finish"
+        failed_starts = FailedStarts(topology, run_id, meet, job.secret)
+        smaller = Job(
+            run_id,
+            partial(failed_starts.meet, self._options.connect_timeout),
+            [torch_ranks[rank] for rank in ranks],
+            job.secret,
+            failed_starts,
+            job.name,
+        )
+        options = replace(
+            self._options,
+            first_step=step,
+            share_replicas=False,
+            on_lost_rank="abort",
+            callbacks=(),
+            event_log=None,
+            lock_watch=False,
+        )
+        return RankBuilder(smaller, options, [topology], parts, self._passed, ties).ranks()
 
     async def runners(self, first_step: int) -> Sequence[StageRunner]:
         """Compare options with the other ranks of the job, and build the runners. On the loop that will run them."""
         rendezvous, options = await self._job.meet(), replace(self._options, first_step=first_step)
-        return await together(self._runner(rank, options, rendezvous) for rank in self._ranks)
+        self._rendezvous = rendezvous
+        runners = await together(self._runner(rank, options, rendezvous) for rank in self._ranks)
+        if self._finishing is not None:
+            self._finishing.serve(runners[0], rendezvous)
+        return runners
 
     async def _runner(self, rank: _Rank, options: Options, rendezvous: Rendezvous) -> StageRunner:
         graph, topology = self._partition.graph, rank.topology
@@ -342,10 +420,11 @@ class RankBuilder:
         ties = handshake.ties
         seeds = self._replica_seeds(topology)
         shares = Shares.NOTHING if seeds is None else Shares(options.share_replicas)
+        finishes = self._finishing is not None
         context = replace(
             context,
-            peers=peers(graph, topology, ties, shares),
-            data_peers=data_peers(graph, topology, ties, shares),
+            peers=peers(graph, topology, ties, shares, copies=finishes),
+            data_peers=data_peers(graph, topology, ties, shares, copies=finishes),
         )
         is_led = options.coordination == "leader"
         group = GroupMembership(topology.member, topology.members) if is_led else GroupMembership()
@@ -379,6 +458,7 @@ class RankBuilder:
                 options.event_log,
                 seeds,
                 shares is Shares.FORWARDS,
+                copies=finishes,
             ),
         )
 

@@ -26,6 +26,7 @@ from rrfp.laboratory import METHODS, load
 from rrfp.model.tasks import Mode
 from rrfp.pipeline.local_ranks import LocalRanks
 from rrfp.pipeline.loop_thread import LoopChoice
+from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.pipeline.session import Call, Scaler, Session
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, StepArguments, Targets
@@ -58,6 +59,11 @@ class _Face:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(NO_COPY)
+
+    @property
+    def _survivors(self) -> Survivors | None:
+        """For a checkpoint: the ranks that are left, after a loss."""
+        return self._session.survivors
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a run needs to go on in another pipeline; parameters are not in it.
@@ -161,10 +167,16 @@ class BlockingPipeline(_Face):
             session.fail_soon(error)
             raise
         finally:
+            if aborted is None:
+                session.end()
+        if aborted is None:
+            return call.finish(outcome)
+        try:
+            if call.without is None:
+                raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
+            return call.without(aborted)
+        finally:
             session.end()
-        if aborted is not None:
-            raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
-        return call.finish(outcome)
 
     def step(
         self,
@@ -298,6 +310,11 @@ class PipelineHandle(_Face):
 
     async def __aenter__(self) -> Self:
         session = self._session
+        if session.ranks.finishing is not None:
+            raise ConfigError(
+                "on_lost_rank is 'finish', must be 'abort' with async with: a step is finished on the caller's thread, "
+                "which would block its loop"
+            )
         try:
             session.enter()
             try:

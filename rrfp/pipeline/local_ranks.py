@@ -15,6 +15,8 @@ from rrfp.devices.base import Device
 from rrfp.model.model_graph import ModelGraph
 from rrfp.model.topology import Topology
 from rrfp.pipeline.callback_runner import CallbackRunner
+from rrfp.pipeline.lost_rank.finishing import Finishing
+from rrfp.pipeline.lost_rank.roll_call import Decision
 from rrfp.pipeline.method import summary
 from rrfp.pipeline.options import Options
 from rrfp.runtime.grad_clipping import GradientHolder
@@ -49,6 +51,10 @@ class LocalRanks:
     failed_starts: FailedStarts | None = None
     #: The name that the caller passed.
     name: str | None = None
+    #: With ``on_lost_rank="finish"``.
+    finishing: Finishing | None = None
+    #: After a loss: this rank among the whole replicas of a decision, from a training step on.
+    whole: Callable[[Decision, int], LocalRanks] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.programs)

@@ -37,6 +37,9 @@ DataSecurity = Literal["encrypted", "plain"]
 #: Whether replicas run microbatches of one another, and how they share them out.
 Sharing = Literal[False, True, "dealt"]
 
+#: What the other ranks do where one is lost.
+OnLostRank = Literal["abort", "finish"]
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -301,6 +304,11 @@ class Options:
     runs; so a stage's ranks share its work, though several are slow, or one has just become so. Losses, weights and
     random numbers stay those of the caller's microbatches; see docs/how-to/slow-replica.md."""
 
+    on_lost_rank: Annotated[OnLostRank, _one_of(OnLostRank).common()] = "abort"
+    """``"finish"``: where a rank's process ends or falls silent in a training step, whole replicas compute the lost
+    microbatches too, so that the step is complete; then save a checkpoint and end, see `StepResult.lost` and
+    docs/how-to/lost-rank.md. ``"abort"``: every rank raises `PipelineAborted`."""
+
     coordination: Annotated[Coordination, _one_of(Coordination).common()] = "leader"
     """How the ranks of a group (tensor parallelism) agree on an order: ``"leader"``, or ``"agreement"``, the paper's
     all-gather with retries."""
@@ -348,6 +356,7 @@ class OptionArguments(TypedDict, total=False):
     deterministic: bool
     check_replicas: int | None
     share_replicas: Sharing
+    on_lost_rank: OnLostRank
     coordination: Coordination
     depth: int | None
 
@@ -390,6 +399,7 @@ def complete(passed: OptionArguments, arguments: str = "") -> Options:
                 raise ConfigError(f"replay runs a logged step to the letter: it goes without {' and '.join(others)}")
     _check_order(options)
     _check_sharing(options)
+    _check_finishing(options)
     return replace(options, seed=torch.initial_seed()) if options.seed is None else options
 
 
@@ -438,6 +448,15 @@ def _check_sharing(options: Options) -> None:
         raise ConfigError("order is 'natural', must be 'free' with share_replicas=True: any idle copy takes the next")
     if options.hint is not None:
         check_shared(options.hint, by_claims=options.share_replicas is True)
+
+
+def _check_finishing(options: Options) -> None:
+    if options.on_lost_rank != "finish":
+        return
+    if options.deterministic:
+        raise ConfigError("deterministic is True, must be False with on_lost_rank='finish': others add the gradients")
+    if options.replay is not None:
+        raise ConfigError("replay is set, must be None with on_lost_rank='finish': it has other microbatches")
 
 
 def _check_patience(options: Options) -> None:

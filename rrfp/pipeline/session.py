@@ -28,6 +28,9 @@ from rrfp.model.tasks import Mode
 from rrfp.pipeline.local_ranks import LocalRanks, all_ended, together
 from rrfp.pipeline.loop_thread import AwaitedFutures, LoopThread, begin
 from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
+from rrfp.pipeline.lost_rank.finishing import Finishing
+from rrfp.pipeline.lost_rank.roll_call import Decision
+from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
@@ -63,6 +66,8 @@ class Call(Generic[T]):
     rest: Coroutine[Any, Any, Any]
     #: Makes the caller's result of the outcome, on the caller's thread, once the call has ended.
     finish: Callable[[Any], T]
+    #: The same among the ranks that are left, after a loss; None where the call ends with the pipeline.
+    without: Callable[[PipelineAborted], T] | None = None
 
 
 class Session:
@@ -281,12 +286,20 @@ class Session:
     ) -> Call[StepResult]:
         """Begin a step."""
         with self._beginning("in a step"):
-            plan = self._plan(StepRequest.of(mode, inputs, targets, arguments))
-            self._open(plan)
-            self._next_step += 1
-            self._training_step += mode is Mode.TRAIN
-            self.ranks.callbacks.step_begun(plan)
-        return Call("the step", self._step(plan), self._handed_over)
+            self._check_more()
+            return self._begin(self._plan(StepRequest.of(mode, inputs, targets, arguments)))
+
+    def run(self, plan: StepPlan) -> Call[StepResult]:
+        """Begin the step of a plan that was made elsewhere."""
+        with self._beginning("in a step"):
+            return self._begin(plan)
+
+    def _begin(self, plan: StepPlan) -> Call[StepResult]:
+        self._open(plan)
+        self._next_step += 1
+        self._training_step += plan.step.mode is Mode.TRAIN
+        self.ranks.callbacks.step_begun(plan)
+        return Call("the step", self._step(plan), self._handed_over, self._finish)
 
     def _plan(self, request: StepRequest) -> StepPlan:
         scaling = self._scaling if request.mode is Mode.TRAIN else None
@@ -296,6 +309,8 @@ class Session:
     def _open(self, plan: StepPlan) -> None:
         """Pass the batch to the programs. On the caller's thread, whose modes apply."""
         ranks, is_training = self.ranks, plan.step.mode is Mode.TRAIN
+        if ranks.finishing is not None:
+            ranks.finishing.open(plan, ranks.holder.modules)  # before anything changes
         for tied in ranks.ties if is_training else ():
             tied.check()
         if not self._has_warned and (modes := out_of_reach()) is not None:
@@ -326,8 +341,25 @@ class Session:
         """Begin to clip gradients; errors as in `Clipping`."""
         with self._beginning("clipping gradients"):
             clipping = Clipping(self.ranks.holder, max_norm, norm_type, error_if_nonfinite, foreach)
-            rest = self._gather("clip_grad_norm_", clipping.share(), clipping.empty_share())
-        return Call("clipping gradients", rest, clipping.clip)
+            return self._gathering(
+                "clipping gradients", "clip_grad_norm_", clipping.share, clipping.empty_share, clipping.clip
+            )
+
+    def _gathering(
+        self,
+        name: str,
+        call: str,
+        own: Callable[[], bytes],
+        empty: Callable[[], bytes],
+        finish: Callable[[Sequence[bytes]], T],
+    ) -> Call[T]:
+        """A call for which all ranks give bytes; after a loss, of each stage the first rank that is left."""
+
+        def without(error: PipelineAborted) -> T:
+            survivors = self._finishing(error).decide(error, self._wait)
+            return finish(survivors.gather(own() if survivors.is_giver else empty()))
+
+        return Call(name, self._gather(call, own(), empty()), finish, without)
 
     def scale(self, scaler: Scaler, share: Share) -> Scaler:
         """Scale the loss of training steps from now on; errors as in `rrfp.Pipeline.scale`.
@@ -347,12 +379,13 @@ class Session:
     def share_overflow(self, own: bool) -> Call[bool]:
         """Begin to compare whether gradients have overflowed, given whether they have in this process."""
         with self._beginning("comparing overflows"):
-            rest = self._gather("GradScaler.step", records.pack(own), records.pack(False))
-        return Call("comparing overflows", rest, any_overflow)
+            packed, none = records.pack(own), records.pack(False)
+            return self._gathering("comparing overflows", "GradScaler.step", lambda: packed, lambda: none, any_overflow)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
         """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""
         with self._beginning("saving a trace", counts=False):
+            self._check_more()
             here = self.ranks.topologies[0]
             job = DispatchMethod(self.ranks.options).traced(here, is_serial=self.ranks.is_serial)
             request = TraceRequest.checked(path, steps, replica, here.replicas, job)
@@ -409,6 +442,69 @@ class Session:
     def statistics(self) -> tuple[RankStatistics, ...]:
         """The statistics of each rank; none before the start."""
         return tuple(runner.statistics() for runner in self._runners)
+
+    # After the loss of a rank, where the others finish the step. On the caller's thread.
+
+    @property
+    def survivors(self) -> Survivors | None:
+        """The ranks that are left, if one was lost and they go on."""
+        return None if self.ranks.finishing is None else self.ranks.finishing.survivors
+
+    def _finishing(self, error: PipelineAborted) -> Finishing:
+        if self.ranks.finishing is None:
+            raise error.with_traceback(None)  # the runtime's frames would bury the caller's
+        return self.ranks.finishing
+
+    def _check_more(self) -> None:
+        if self.ranks.finishing is not None:
+            self.ranks.finishing.check_open()
+
+    def _finish(self, error: PipelineAborted) -> StepResult:
+        """End the step that ``error`` has ended without the lost rank."""
+        finishing, make = self._finishing(error), self.ranks.whole
+        assert make is not None
+
+        def run_again(decision: Decision, plan: StepPlan) -> StepResult:
+            whole = Session(make(decision, plan.batch.training_step), f"{self.thread_name}-finish")
+            return whole.run_alone(plan)
+
+        result = finishing.finish(error, self.ranks.holder.modules, self._wait, self._retire, run_again)
+        self._completed = self._training_step
+        self.ranks.callbacks.step_ended(result)
+        return result
+
+    def run_alone(self, plan: StepPlan) -> StepResult:
+        """Enter, run one step, and leave."""
+        error: BaseException | None = None
+        self.enter()
+        try:
+            self._wait(self.start())
+        except BaseException:
+            self.leave()
+            raise
+        try:
+            call = self.run(plan)
+            result = call.finish(self._wait(call.rest))
+            self._wait(self._settle())
+            return result
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            try:
+                self._wait(self.close(error))
+            finally:
+                self.leave()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.submit(coroutine).result()
+
+    async def _retire(self) -> None:
+        """Free this rank, and wait for its lane, which may still write gradients."""
+        with suppress(PipelineAborted):
+            await self._close_ranks()
+        async with asyncio.timeout(self.ranks.options.connect_timeout):
+            await asyncio.gather(*(runner.idle() for runner in self._runners))
 
     # The way to the loop.
 
@@ -479,7 +575,12 @@ class Session:
     async def _step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks of this process; the reports of all ranks may still be on their way."""
         first, *others = await all_ended(runner.step(plan) for runner in self._runners)
-        if self.thread is None:  # on the caller's own loop a read of the result must not block: nothing else would run
+        finishing = self.ranks.finishing
+        if finishing is not None:
+            finishing.keep(first)
+        # On the caller's own loop a read of the result must not block: nothing else would run. And where a step can be
+        # run again, no caller goes on before all ranks have done it.
+        if self.thread is None or finishing is not None:
             await self._settle()
         return first.joined(others) if others else first
 
@@ -502,10 +603,12 @@ class Session:
         """
         if error is not None:
             self._fail(error)
+        # All of this caller's steps are done: the others save without it.
+        goes_on = self.ranks.finishing is not None and await self.ranks.finishing.leave()
         try:
             await self._close_ranks()
         except PipelineAborted as unraised:
-            if error is None:
+            if error is None and not goes_on:
                 await self._wait_for_failed_process(unraised)
                 raise
         if isinstance(error, PipelineAborted):

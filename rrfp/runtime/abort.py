@@ -142,6 +142,8 @@ class AbortController:
         #: What the caller waits for: the start, a step, or an all-gather between steps.
         self.scope: AbortScope | None = None
         self._broadcast: asyncio.Task[None] | None = None
+        #: Called with the failure, once everything here has stopped.
+        self.on_failure: Callable[[Failure], None] | None = None
 
     @property
     def is_awaited(self) -> bool:
@@ -179,6 +181,8 @@ class AbortController:
         if self.scope is not None:
             self.scope.cancel()
         self._stop(failure)
+        if self.on_failure is not None:
+            self.on_failure(failure)
 
     async def close_transport(self) -> None:
         """Free the transport: in order, or once the peers know of the failure."""

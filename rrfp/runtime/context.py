@@ -186,6 +186,8 @@ class RankSettings:
     replica_seeds: Sequence[int] | None = None
     #: Whether they share forwards, each rank for itself.
     claims: bool = False
+    #: Whether each rank keeps a copy of another replica's batch.
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

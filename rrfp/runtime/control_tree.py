@@ -2,7 +2,7 @@
 
 Tensors travel along the edges of the graph, between ranks of one replica that have the same place in their groups. The
 members of a group talk to its leader, ranks with copies of a tied parameter to the one with the first copy, and where
-replicas share microbatches, the ranks of a stage to one another. Everything
+replicas share microbatches or keep copies of each other's batches, the ranks of a stage to one another. Everything
 that concerns all ranks (results, aborts, status) travels along a binary tree over the ranks with rank 0 at the root, so
 that a rank keeps a handful of connections however large the job is, and a message reaches all ranks in O(log) hops.
 Ranks whose numbers follow each other are connected too: if one dies, the others still reach each other.
@@ -59,11 +59,26 @@ class Shares(Enum):
     FORWARDS = True
 
 
+def holder_of(replica: int, replicas: int) -> int:
+    """The replica that keeps the copies of ``replica``: neighbours often share a host."""
+    return (replica + replicas // 2) % replicas
+
+
+def held_by(replica: int, replicas: int) -> int:
+    """The replica whose copies ``replica`` keeps."""
+    return (replica - replicas // 2) % replicas
+
+
 def peers(
-    graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), shares: Shares = Shares.NOTHING
+    graph: TaskGraph,
+    topology: Topology,
+    ties: Iterable[Tie] = (),
+    shares: Shares = Shares.NOTHING,
+    *,
+    copies: bool = False,
 ) -> tuple[int, ...]:
     """Every rank that the one at ``topology`` is connected to, ascending; see `data_peers`."""
-    exchanging = data_peers(graph, topology, ties, shares)
+    exchanging = data_peers(graph, topology, ties, shares, copies=copies)
     connected = {*neighbours(topology.rank, topology.world), *exchanging}
     if topology.world > topology.stages:
         connected |= {rank for rank in (topology.rank - 1, topology.rank + 1) if 0 <= rank < topology.world}
@@ -72,13 +87,25 @@ def peers(
 
 
 def data_peers(
-    graph: TaskGraph, topology: Topology, ties: Iterable[Tie] = (), shares: Shares = Shares.NOTHING
+    graph: TaskGraph,
+    topology: Topology,
+    ties: Iterable[Tie] = (),
+    shares: Shares = Shares.NOTHING,
+    *,
+    copies: bool = False,
 ) -> tuple[int, ...]:
-    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending."""
+    """Those of `peers` with which the rank at ``topology`` exchanges tensors, ascending.
+
+    ``copies``: each rank keeps a copy of another replica's batch.
+    """
     replicas = range(topology.replicas) if shares is Shares.FORWARDS else (topology.replica,)
     next_to = {topology.rank_of(stage, r) for stage in graph.neighbours(topology.stage) for r in replicas}
     tied = {topology.rank_of(stage) for tie in ties for stage in _tied_to(tie, graph, topology.stage)}
-    alike = set(topology.mesh.counterparts(topology.rank)) if shares is not Shares.NOTHING else set[int]()
+    counterparts = topology.mesh.counterparts(topology.rank)
+    alike = set(counterparts) if shares is not Shares.NOTHING else set[int]()
+    if copies:
+        own, count = topology.replica, topology.replicas
+        alike |= {counterparts[holder_of(own, count)], counterparts[held_by(own, count)]}
     return tuple(sorted((next_to | tied | alike) - {topology.rank}))
 
 

@@ -28,6 +28,7 @@ from rrfp.runtime.context import RankContext, RankSettings
 from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
+from rrfp.runtime.steps.batch_copies import BatchCopies, CopiedBatch
 from rrfp.runtime.steps.dealer import Dealer
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
@@ -77,6 +78,8 @@ class StageRunner:
             else:
                 self._dealer = Dealer(context, *parts)
                 self._reporter.observe = self._dealer.observe
+        #: With another replica, of what callers pass.
+        self._copies = BatchCopies(context, driver.messenger, driver.executor) if settings.copies else None
         self.health = Watchdog(context, driver, self._all_gather)
         #: The traces of its newest steps.
         self.saver = TraceSaver(context, self._all_gather, driver.executor)
@@ -99,6 +102,8 @@ class StageRunner:
             handlers[MessageKind.MICROBATCH] = self._dealer.on_message
         if self._sharer is not None:
             handlers.update(self._sharer.handlers)
+        if self._copies is not None:
+            handlers.update(self._copies.handlers)
         try:
             await context.transport.start()
             await context.supervisor.start(
@@ -127,6 +132,9 @@ class StageRunner:
             self._context.closed_peers.check()
             self._context.recorder.open()
             reporter.begin()
+            copies = self._copies if plan.step.mode is Mode.TRAIN else None
+            if copies is not None:
+                copies.begin(plan)
             if self._dealer is not None:
                 plan = await self._dealer.deal(plan)
                 self._context.activity.begin_step(plan.step, plan.batch.training_step)
@@ -139,6 +147,8 @@ class StageRunner:
             await self._driver.finished.wait()
             if self._sharer is not None:
                 await self._sharer.settle()
+            if copies is not None:
+                await copies.settle()
             return await self._end_step(plan)
 
     async def _share_weights(self, plan: StepPlan) -> None:
@@ -181,6 +191,7 @@ class StageRunner:
             trace=trace,
             outputs=self._program.outputs(),
             dealt=losses.ran if deal is None else deal.counts,
+            lost=(),
         )
 
     async def settle(self) -> None:
@@ -233,6 +244,11 @@ class StageRunner:
                 context.save_events.end()
         self.abort.check_unraised()
 
+    async def idle(self) -> None:
+        """Wait, after `close`, until no call runs on the lane any more; for ever if the lane cannot tell."""
+        while not self._context.lane.is_over:  # noqa: ASYNC110 - the end of a thread is no event
+            await asyncio.sleep(timeouts.OVER_S)
+
     def fail(self, error: BaseException, task: Task | None = None) -> None:
         """End the pipeline on every rank because of ``error`` on this one. Only the first failure counts."""
         self.abort.fail(explain_shortage(error, self._context.settings.device, self.core.holding), task)
@@ -256,10 +272,27 @@ class StageRunner:
 
     # On any thread, at any time.
 
+    @property
+    def steps_ended(self) -> int:
+        """Steps of which this rank has the reports of all ranks."""
+        return self._context.activity.steps_ended
+
     def stuck(self, seconds: float) -> PipelineAborted:
         """The error for the caller when the loop has not run for ``seconds``; the loop itself can do nothing."""
         error = OverdueError(f"its event loop has not run for {seconds:.1f} s, longer than abort_after")
         return failure_of(error, self.topology).error()
+
+    def copied(self, step_number: int) -> CopiedBatch | None:
+        """After `close`: the copy that this rank keeps of another replica's batch of a step, if it is whole."""
+        return None if self._copies is None else self._copies.held(step_number)
+
+    def has_copied(self, step_number: int) -> bool:
+        """Whether `copied` is not None."""
+        return self._copies is not None and self._copies.is_held(step_number)
+
+    def batch_written(self) -> str | None:
+        """After `close` and `idle`: how a task has changed what the caller passed for the step, if one did."""
+        return None if self._copies is None else self._copies.written()
 
     def computes_here(self) -> bool:
         return self._driver.executor.computes_here()

@@ -72,6 +72,7 @@ class MessageKind(StrEnum):
     OUTPUT = "output"  # tensors: the output of `task`
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
     MICROBATCH = "microbatch"  # tensors: what a caller passed for `task`'s microbatch, to the replica that runs it
+    COPY = "copy"  # tensors: what a caller passed for `task`'s microbatch (no task: for all), kept by another replica
     OFFERED = (
         "offered"  # to all copies of a stage: the forward `task` may be claimed (body: copy, the sender's replica)
     )

@@ -17,6 +17,7 @@ from torch import nn
 import rrfp
 from rrfp import timeouts
 from rrfp.compute.gradients import reducer as gradient_buckets
+from rrfp.compute.gradients.reducer import GradientReducer
 from rrfp.errors import StageError
 from rrfp.model.mesh import Mesh
 
@@ -62,6 +63,26 @@ def zeros_stand_in_where_a_replica_has_no_gradient(rank: int) -> None:
     assert_close(module.w0.grad, torch.full((2, 3), 2.0, dtype=torch.float64))
     assert_close(module.w1.grad, torch.full((4,), 3.0, dtype=torch.float64))
     assert module.w2.grad is None  # no replica has it
+
+
+def after_its_end_no_collective_that_still_succeeds_makes_a_gradient(rank: int) -> None:
+    class Closes(GradientReducer):
+        """Is closed while it waits for the layouts of the others."""
+
+        def _largest(self, numbers: list[int]) -> list[int]:
+            found = super()._largest(numbers)
+            self.close()
+            return found
+
+    module = Weights((2, 3))
+    with patch("compute.replica.GradientReducer", Closes):
+        replica = Replica(rank, module)
+    replica.open()
+    if rank == 2:
+        replica.backward(module)
+    with pytest.raises(StageError, match="the pipeline was left"):
+        replica.sum(0)
+    assert (module.w0.grad is None) == (rank != 2)
 
 
 def reducing_every_one_of_several_steps_counts_each_gradient_once(rank: int) -> None:

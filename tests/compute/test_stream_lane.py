@@ -189,6 +189,21 @@ async def issued(lane: StreamLane) -> None:
     await asyncio.to_thread(has_returned.wait)
 
 
+async def test_a_closed_lane_is_not_over_before_the_device_has_completed_its_work() -> None:
+    device = DoubleDevice(lambda count: 60.0)  # the block ends when the device is closed
+    lane = StreamLane(device, is_timed=False)
+    lane.start()
+    lane.enqueue(lambda: torch.ones(3))
+    await issued(lane)
+    lane.close()
+    assert lane._thread is not None
+    await asyncio.to_thread(lane._thread.join, 0.05)
+    assert not lane.is_over
+    await asyncio.to_thread(device.close)
+    await asyncio.to_thread(lane._thread.join, 10)
+    assert lane.is_over
+
+
 async def test_without_times_of_the_device_a_call_has_those_of_the_host(device: DoubleDevice) -> None:
     lane = StreamLane(device, is_timed=False)
     lane.start()

@@ -56,6 +56,33 @@ async def test_an_error_fails_its_future_and_the_lane_goes_on(lane: ThreadLane) 
     assert (await lane.enqueue(lambda: "next")).result == "next"
 
 
+async def test_a_closed_lane_is_over_when_its_running_call_has_returned(lane: ThreadLane) -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        ends.wait()
+
+    lane.enqueue(call)
+    lane.enqueue(call)
+    await asyncio.to_thread(begun.wait)
+    assert not lane.is_over
+    lane.close()
+    assert not lane.is_over
+    ends.set()
+    async with asyncio.timeout(10):
+        while not lane.is_over:  # noqa: ASYNC110 - the end of a thread is no event
+            await asyncio.sleep(0.001)
+
+
+async def test_an_open_lane_is_not_over_and_one_that_was_never_started_is(lane: ThreadLane) -> None:
+    await lane.enqueue(int)
+    assert not lane.is_over
+    unused = ThreadLane()
+    unused.close()
+    assert unused.is_over
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_closed_lane_makes_its_last_call_behind_the_running_one_and_no_other(
     lane: ThreadLane, fails: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import defaultdict
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from installed import ROOT
-from runtime import dealt_programs
+from runtime import copying_ranks, dealt_programs
 from runtime.group_programs import MESH, programs, steps
 from runtime.ranks import ThreadedRanks, step
 from runtime.stuck_hints import RELEASE, Blocks
@@ -57,6 +58,14 @@ def fails_late(task: Task) -> None:
         raise ValueError("enough")
 
 
+async def copies() -> None:
+    async with copying_ranks.ranks(0, 1, make=Recorded) as made:
+        for rank, given in zip(made, ({"inputs": data(2).inputs}, {}), strict=True):
+            rank.begin(copying_ranks.plan_of(0, 2, **given))
+        for rank in made:
+            await rank.end()
+
+
 @pytest.fixture(scope="module")
 def sent() -> Mapping[MessageKind, list[Message]]:
     """The messages of runs that together send every kind but that of a disagreement, which needs luck."""
@@ -73,6 +82,7 @@ def sent() -> Mapping[MessageKind, list[Message]]:
     for way in ("dealt", True):
         shared: dict[str, Any] = {"mesh": dealt_programs.MESH, "share_replicas": way, "transport": Recorded}
         ThreadedRanks(dealt_programs.programs(), dealt_programs.steps, **shared).join()
+    asyncio.run(copies())
     checked = programs(checks={2: fails_late})
     ThreadedRanks(checked, steps(1), mesh=MESH, stall_after=STALL_S, transport=Recorded).join()
     RELEASE.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -47,6 +48,19 @@ def replica_group(topology: Topology, ranks: Sequence[int]) -> ProcessGroup:
     return group
 
 
+def all_gather_bytes(data: bytes, group: ProcessGroup) -> list[bytes]:
+    """What each rank of ``group``, over the CPU, gives."""
+    ranks = range(dist.get_world_size(group))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    lengths = [int(size) for size in sizes]
+    own = torch.zeros(max(lengths), dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    values = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(values, own, group=group)
+    return [value[:length].numpy().tobytes() for value, length in zip(values, lengths, strict=True)]
+
+
 def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
     """Refuse replicas where ``torch.distributed`` does not have these ranks."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -58,6 +72,15 @@ def check_replicas(topology: Topology, ranks: Sequence[int]) -> None:
         raise ConfigError(
             f"topology says that this is rank {topology.rank} of {topology.world}, torch.distributed says rank "
             f"{dist.get_rank()} of {dist.get_world_size()}: must be the same, or give mesh= instead of topology="
+        )
+
+
+def check_world(topology: Topology) -> None:
+    """Refuse a pipeline of some ranks of ``torch.distributed``, where those that are left make a group."""
+    if dist.is_available() and dist.is_initialized() and (world := dist.get_world_size()) != topology.world:
+        raise ConfigError(
+            f"on_lost_rank is 'finish', must be 'abort' for a pipeline of {topology.world} of {world} ranks of "
+            "torch.distributed: a checkpoint is of all"
         )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -168,6 +169,9 @@ class GradientReducer:
         #: Parameters whose gradient is the total of all replicas, unless the caller has changed it since.
         self._totals: dict[int, nn.Parameter] = {}
         self._compared = False
+        #: Held where gradients are made and when it is closed: from then on ``.grad`` belongs to the caller.
+        self._making = threading.Lock()
+        self._is_closed = False
 
     def start(self) -> None:
         """Start the lane. Called on the loop of `reduce`."""
@@ -211,7 +215,9 @@ class GradientReducer:
             raise
 
     def close(self) -> None:
-        """Stop without waiting for a running collective. May be called twice."""
+        """Stop without waiting for a running collective, after which no ``.grad`` is set. May be called twice."""
+        with self._making:
+            self._is_closed = True
         self._lane.close()
 
     def _next_turn(self) -> None:
@@ -226,13 +232,17 @@ class GradientReducer:
         share = self._shares[virtual_stage]
         if not self._compared:
             self._compare_models()
+        layouts = self._agree(share)
         present: list[nn.Parameter] = []
-        for (_, parameter), layout in zip(share, self._agree(share), strict=True):
-            if layout != ABSENT:
-                if parameter.grad is None:
-                    parameter.grad = zeros(parameter, layout)
-                present.append(parameter)
-        gradients = [local_part(parameter.grad) for parameter in present if parameter.grad is not None]
+        with self._making:
+            if self._is_closed:
+                raise StageError("the pipeline was left")
+            for (_, parameter), layout in zip(share, layouts, strict=True):
+                if layout != ABSENT:
+                    if parameter.grad is None:
+                        parameter.grad = zeros(parameter, layout)
+                    present.append(parameter)
+            gradients = [local_part(parameter.grad) for parameter in present if parameter.grad is not None]
         # Why, if the step ends after the sum? It may fail before, and its caller then drops gradients that are still
         # being added.
         self._lane.adopt(gradients)

@@ -118,6 +118,14 @@ class Lane(ABC):
         """Seconds since `start` for which the thread of the calls could run and had no core; None where unknown."""
         return None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a closed lane runs no call any more, and its device has completed their work. Read on any thread.
+
+        By default False: the lane does not know.
+        """
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Start no further call, offered ones included, without waiting for a running one.

@@ -88,6 +88,11 @@ class ThreadLane(Lane):
             return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
         return None
 
+    @property
+    def is_over(self) -> bool:
+        """See :meth:`Lane.is_over`."""
+        return self._closed and (self._thread is None or not self._thread.is_alive())
+
     def close(self, last: Callable[[], object] | None = None) -> None:
         """See :meth:`Lane.close` and `CopyLane.close`. May be called twice, and on any thread."""
         if last is not None and self._loop is not None and not self._closed:

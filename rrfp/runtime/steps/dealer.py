@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from rrfp.compute.loss import SharedGradientWeights
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch, StageProgram
-from rrfp.errors import ProtocolError, StageError
+from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.model.visits import Visits
@@ -29,6 +28,7 @@ from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
 from rrfp.runtime.messenger import Messenger
 from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
+from rrfp.runtime.steps.passed import PassedData, copied, factors_of, payload_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.transports.base import Channel, Message, MessageKind
@@ -39,9 +39,6 @@ logger = get_logger(__name__)
 
 #: The pace of a rank is the median of so many training steps, and is known after the first few.
 _STEPS, FEW = 5, 3
-
-#: What a caller passes for a microbatch.
-_Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +104,7 @@ class ReplicaExchange:
         messenger: Messenger,
         executor: LaneExecutor,
     ) -> None:
-        topology, graph = context.topology, context.graph
-        self._topology = topology
+        self._topology = topology = context.topology
         self._activity = context.activity
         self._program = program
         self._fail = context.fail
@@ -120,13 +116,7 @@ class ReplicaExchange:
         #: By replica, the rank of this stage; and the replica of each rank of the job.
         self._counterparts = topology.mesh.counterparts(topology.rank)
         self._replica_of = [topology.place_of(rank).replica for rank in range(topology.world)]
-        own = graph.placement.virtual_stages(topology.stage)
-        #: What of the caller's data this rank uses.
-        self._used = {
-            "inputs": any(not graph.predecessors[v] for v in own),
-            "targets": any(not graph.successors[v] for v in own),
-            "kwargs": True,
-        }
+        self._passed = PassedData(topology, context.graph, "share_replicas")
         self._paces = Paces(self._replica_of)
 
     def observe(self, reports: Sequence[StageReport]) -> None:
@@ -153,39 +143,14 @@ class ReplicaExchange:
         """The lane comes behind the caller's work on its tensors."""
         return await self._executor.run_extra(name, call, received)
 
-    def _lists(self, plan: StepPlan) -> dict[str, Any]:
-        """What the caller passed, as far as this rank uses it."""
-        batch = plan.batch_of(self._topology.stage)
-        return {name: getattr(batch, name) for name, is_used in self._used.items() if is_used}
-
     def _packed(self, plan: StepPlan, microbatches: Iterable[int]) -> list[Payload]:
         """What the caller passed for some microbatches; a StageError if it cannot travel."""
-        lists = self._lists(plan)
-        weights = plan.weights if plan.weights is None else [*map(float, plan.weights)]  # they may be tensors
-        factors = factors_of(plan.batch)
-        lists |= {"weights": weights, "sizes": plan.sizes, "grad_scales": factors.grad_scales}
-        packed = []
-        for m in microbatches:
-            fields = {name: own[m] for name, own in lists.items() if own is not None}
-            payload = Payload.pack(fields, f"microbatch {m}")
-            if any(tensor is not None and tensor.requires_grad for tensor in payload.tensors):
-                raise StageError(
-                    f"microbatch {m} has a tensor that requires grad, must have none with share_replicas: its gradient "
-                    "would stay with the replica that runs it"
-                )
-            packed.append(payload.sent())
-        return packed
+        return [payload.sent() for payload in self._passed.packed(plan, microbatches)]
 
     def _message(self, microbatch: int, payload: Payload, virtual_stage: int = 0) -> Message:
         body = {"structure": payload.structure}
         task, kind = Task(Kind.F, microbatch, virtual_stage), MessageKind.MICROBATCH
         return Message(Channel.FORWARD, kind, self._activity.step, task, payload.tensors, body)
-
-    def _payload(self, message: Message) -> Payload:
-        structure: Any = message.body.get("structure")
-        if not isinstance(structure, Sequence):
-            raise ProtocolError(f"rank {message.sender} sent a microbatch without the structure of its tensors")
-        return Payload(message.tensors, structure)
 
 
 class Dealer(ReplicaExchange):
@@ -271,7 +236,7 @@ class Dealer(ReplicaExchange):
         while not self._arrived.keys() >= {*wanted}:
             self._news.clear()
             await self._news.wait()
-        arrived = {home: self._payload(message) for home, message in self._arrived.items()}
+        arrived = {home: payload_of(message) for home, message in self._arrived.items()}
         self._arrived.clear()
         if others := arrived.keys() - {*wanted}:
             raise ProtocolError(
@@ -284,11 +249,7 @@ class Dealer(ReplicaExchange):
 
     def _reopened(self, plan: StepPlan, deal: Deal, arrived: Sequence[Payload]) -> StepPlan:
         """The plan of the deal, with which the program begins the step anew."""
-        # A module may write into its inputs; what arrived is read-only.
-        taken = [
-            unpacked_fields(Payload(tuple([t if t is None else t.clone() for t in p.tensors]), p.structure))
-            for p in arrived
-        ]
+        taken = [unpacked_fields(copied(payload)) for payload in arrived]
         homes = deal.homes[self._topology.replica]
         keep, count = len(homes) - len(taken), len(homes)
         batch = plan.batch_of(self._topology.stage)
@@ -334,32 +295,12 @@ class Dealer(ReplicaExchange):
         self._counts = deal.counts
 
 
-def unpacked_fields(payload: Payload) -> _Fields:
-    """What the caller of another replica passed; a ProtocolError if it is none of that."""
-    fields = payload.unpack()
-    if not isinstance(fields, Mapping):
-        raise ProtocolError("a microbatch arrived that is no dict of inputs, targets and so on")
-    for name in ("weights", "sizes"):
-        value = fields.get(name)
-        if value is not None and not (type(value) is float and value >= 0):
-            raise ProtocolError(f"a microbatch arrived with {name} {value!r:.80}, must be a float >= 0")
-    if type(scale := fields.get("grad_scales")) is not float:
-        raise ProtocolError(f"a microbatch arrived with grad_scales {scale!r:.80}, must be a float")
-    return fields
-
-
 def first_of(shares: Sequence[GivenShare], replica_of: Sequence[int]) -> list[GivenShare]:
     """Of each replica the share of its first rank."""
     first: dict[int, GivenShare] = {}
     for replica, share in zip(replica_of, shares, strict=True):
         first.setdefault(replica, share)
     return [first[replica] for replica in sorted(first)]
-
-
-def factors_of(batch: Batch) -> SharedGradientWeights:
-    factors = batch.gradient_weights
-    assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
-    return factors
 
 
 def _ones(counts: Sequence[int]) -> list[list[float]]:

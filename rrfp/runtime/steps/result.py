@@ -57,6 +57,8 @@ class StepResult(_Reported):
             to step; None: any number.
         dealt: where replicas have shared the step, the microbatches that each of them ran; empty elsewhere.
         trace: the spans of this rank (with `rrfp.local`: of all).
+        lost: with ``on_lost_rank="finish"``, the ranks that were lost, if the others have finished the step without
+            them: save a checkpoint and end. ``breakdown``, ``peaks`` and ``slots`` may be empty then. Else empty.
         outputs: of an evaluation, on the rank of the last virtual stage: outputs by microbatch, where
             ``return_outputs`` asks for them, by default where there is no loss. Where several parts have losses, each
             is a dict with the outputs of this rank's parts.
@@ -75,6 +77,7 @@ class StepResult(_Reported):
     part_losses: Mapping[str, float] = field(default_factory=dict)
     slots: tuple[int | None, ...] = ()
     dealt: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
     @classmethod
     def awaiting(cls, reports: PendingReports, **known: Any) -> Self:
@@ -143,7 +146,10 @@ class StepResult(_Reported):
 
         name = f"step {self.step}" if self.mode is Mode.TRAIN else f"evaluation before step {self.step}"
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"
-        head = f"{name}{loss}, {self.microbatches} microbatches, {duration(self.seconds)}"
+        without = f", without rank {' and '.join(map(str, self.lost))}" if self.lost else ""
+        head = f"{name}{loss}, {self.microbatches} microbatches, {duration(self.seconds)}{without}"
+        if not self.breakdown:
+            return head
         return f"{head}\n{breakdown_text(self.breakdown, peak_held=self.peak_held, peak_bytes=self.peak_bytes)}"
 
     def __repr__(self) -> str:

@@ -24,7 +24,8 @@ from rrfp.model.tasks import F, Mode, StepId, Task
 from rrfp.model.visits import Visits
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.deal import Home
-from rrfp.runtime.steps.dealer import GivenShare, ReplicaExchange, factors_of, first_of, unpacked_fields
+from rrfp.runtime.steps.dealer import GivenShare, ReplicaExchange, first_of
+from rrfp.runtime.steps.passed import copied, factors_of, payload_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.round_trips import LimitFollower
 from rrfp.transports.base import Channel, Message, MessageKind
@@ -125,7 +126,7 @@ class ForwardSharer(ReplicaExchange):
         self._given.clear()
         if plan.step.mode is not Mode.TRAIN:
             return plan
-        lists = self._lists(plan)
+        lists = self._passed.lists(plan)
         has_data = any(values is not None for values in lists.values())
         weights = () if plan.weights is None else tuple(map(float, plan.weights))
         scale = factors_of(plan.batch).grad_scales[0]
@@ -168,7 +169,7 @@ class ForwardSharer(ReplicaExchange):
         if self._is_first or self._have_data[own]:
             self._own = self._packed(plan, range(plan.step.microbatches))
         batch = plan.batch_of(self._topology.stage)
-        for name, is_used in self._used.items():
+        for name, is_used in self._passed.used.items():
             values = getattr(batch, name)
             if is_used and (values is not None or any(self._have_data)):
                 blank = _BLANK.get(name)
@@ -297,7 +298,7 @@ class ForwardSharer(ReplicaExchange):
         if not self._lacks(m, task.virtual_stage) or self._homes[m].replica != self._replica_of[sender]:
             raise ProtocolError(f"rank {sender} sent microbatch {m}, which is here, or of another replica")
         self._forget([each for each in self._here if self._has_run(each)])
-        self._arrived[m] = payload = self._payload(message)
+        self._arrived[m] = payload = payload_of(message)
         self._put(m, payload)
         self._here.add(m)
         if not task.virtual_stage:
@@ -314,12 +315,10 @@ class ForwardSharer(ReplicaExchange):
 
     def _copy(self, microbatch: int) -> None:
         """The program reads what a caller has passed: in a task, that of others is copied first."""
-        # A module may write into its inputs; what arrived is read-only.
         if microbatch in self._arrived and self._executor.computes_here():
             payload = self._arrived.pop(microbatch)
             self._adopt(tensor for tensor in payload.tensors if tensor is not None)
-            copied = [tensor if tensor is None else tensor.clone() for tensor in payload.tensors]
-            self._put(microbatch, Payload(tuple(copied), payload.structure))
+            self._put(microbatch, copied(payload))
 
     def _has_run(self, microbatch: int) -> bool:
         """Whether all tasks of a microbatch on this stage have ended, or run on other copies."""

@@ -1,0 +1,202 @@
+"""The roll call after a loss, over the rendezvous: who is left, and whether the step can be run again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rrfp import timeouts
+from rrfp.errors import Origin, PeerLostError, PipelineAborted, TransportError
+from rrfp.model.mesh import MeshPosition
+from rrfp.model.topology import Topology
+from rrfp.runtime import records
+from rrfp.runtime.control_tree import holder_of
+from rrfp.transports.base import Rendezvous
+from rrfp.transports.rendezvous import by_peer
+from rrfp.transports.secret import Secret, vouch, vouched
+
+#: Of the vouchers; see `vouch`.
+_PURPOSE = "rrfp roll call 1"
+
+
+def lost_rank(origin: Origin) -> int | None:
+    """The rank whose process ended or fell silent, if that is the failure; None if its program left in order."""
+    if not origin.cause.startswith(f"{PeerLostError.__name__}: ") or "its program left" in origin.cause:
+        return None
+    return origin.stage if origin.rank is None else origin.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank that is left knows when it learns of a loss."""
+
+    #: Its own.
+    rank: int
+    #: Steps of which it has the reports of all ranks, evaluations included: so all ranks have done these.
+    steps: int
+    #: Whether it has the microbatches, of the step behind these, of the replica that it takes over.
+    has_copy: bool
+    #: Why this rank cannot run that step again; empty if it can.
+    cannot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks that are left do."""
+
+    #: Ascending, as the lost ones are.
+    survivors: tuple[int, ...]
+    lost: tuple[int, ...]
+    #: The number of the first step that a rank has not completed, evaluations included.
+    step: int
+    #: Why it is not run again; empty if it is.
+    why: str = ""
+    #: The replicas without a lost rank, which run it.
+    whole: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], topology: Topology) -> Decision:
+        """What follows from the answers of all ranks that gave one."""
+        survivors = tuple(sorted(answer.rank for answer in answers))
+        lost = tuple(rank for rank in range(topology.world) if rank not in survivors)
+        step = max(answer.steps for answer in answers)
+        broken = sorted({topology.place_of(rank).replica for rank in lost})
+        whole = tuple(replica for replica in range(topology.replicas) if replica not in broken)
+        return cls(survivors, lost, step, _why_not(answers, topology, broken, step), whole)
+
+    def ranks(self, topology: Topology) -> list[int]:
+        """Those of the whole replicas, in the order of the smaller pipeline's ranks: by stage and replica."""
+        places = (MeshPosition(stage, replica, 0) for stage in range(topology.stages) for replica in self.whole)
+        return [topology.mesh.rank(place) for place in places]
+
+    def takes_over(self, replica: int, replicas: int) -> int | None:
+        """The replica whose microbatches ``replica`` runs besides its own, if there is one."""
+        broken = (each for each in range(replicas) if each not in self.whole)
+        return next((each for each in broken if holder_of(each, replicas) == replica), None)
+
+
+def _why_not(answers: Sequence[Answer], topology: Topology, broken: Sequence[int], step: int) -> str:
+    if any(answer.steps < step for answer in answers):
+        return "Between two steps, of which some ranks had begun the later one"
+    for answer in answers:
+        if answer.cannot:
+            return f"The step cannot be run again, because of {topology.name_of(answer.rank)}: {answer.cannot}"
+    by_rank = {answer.rank: answer for answer in answers}
+    for replica in broken:
+        holder = holder_of(replica, topology.replicas)
+        if holder in broken:
+            return f"Replicas {replica} and {holder} have lost ranks, and the second had the first one's microbatches"
+        ranks = [topology.mesh.rank(MeshPosition(stage, holder, 0)) for stage in range(topology.stages)]
+        if not all(by_rank[rank].has_copy for rank in ranks):
+            return "The loss came before the others had the lost microbatches of a step: between two steps, or early"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a rank has run a step again."""
+
+    #: Why it could not; empty if it has; and the rank at fault.
+    reason: str = ""
+    culprit: int = -1
+
+
+class RollCall:
+    """The roll call of one pipeline, on one rank. ``run_id`` is the pipeline's."""
+
+    def __init__(self, topology: Topology, run_id: str, secret: Secret | None, rendezvous: Rendezvous) -> None:
+        self._topology = topology
+        self._about = (_PURPOSE, run_id, topology.restart)
+        self._keys = f"lost/{run_id}/{topology.restart}"
+        self._secret = secret
+        self._rendezvous = rendezvous
+
+    async def hold(self, own: Answer, lost: int) -> Decision:
+        """The decision of all that are left, as the first of them makes it. Names a rank that is lost meanwhile."""
+        # A launcher ends the other ranks of the lost one's host when it has looked: who answers later stays.
+        await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
+        await self._publish(f"answer/{own.rank}", own)
+        for rank in range(self._topology.world):
+            if rank == own.rank:
+                decision = Decision.of([own, *await self._others(own, lost)], self._topology)
+                await self._publish(f"decision/{rank}", decision)
+                return decision
+            if rank == lost or await self._answer(rank) is None:
+                continue
+            # It waits for the others no longer than this rank has waited for it.
+            told: Decision | None = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
+            if told is None:
+                raise self.aborted(rank, "ended or fell silent in the roll call after a loss")
+            if own.rank not in told.survivors:
+                raise self.aborted(own.rank, "did not answer in the roll call after a loss in time")
+            return told
+        raise AssertionError("this rank is one of them")
+
+    def aborted(self, rank: int, reason: str) -> PipelineAborted:
+        """The error of the loss of ``rank``."""
+        return self._named(rank, f"{PeerLostError.__name__}: {reason}")
+
+    def _named(self, rank: int, cause: str) -> PipelineAborted:
+        return PipelineAborted(Origin(self._topology.place_of(rank).stage, None, cause, rank))
+
+    async def publish_end(self, end: End) -> None:
+        """How this rank, of a whole replica, has run the step again."""
+        await self._publish(f"end/{self._topology.rank}", end)
+
+    async def ends(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Wait until ``ranks`` have run the step again; errors as in `aborted`."""
+        looks = {asyncio.create_task(self._look(f"end/{rank}", timeouts.TRANSFER_S, End)): rank for rank in ranks}
+        try:
+            # Whichever is done knows that all are, or that one is lost.
+            await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(looks, timeout=timeout_s)
+            ends = {looks[look]: look.result() for look in done}
+            for rank in ranks:
+                if (end := ends.get(rank)) is not None and end.reason:
+                    raise self._named(end.culprit, end.reason)
+            for rank in ranks:
+                if ends.get(rank) is None:
+                    raise self.aborted(rank, "ended or fell silent while the step was run again")
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    async def meet(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Wait until all ``ranks`` are here, to make a group; errors as in `aborted`."""
+        await self._publish(f"met/{self._topology.rank}", True)
+
+        async def came(rank: int) -> None:
+            if await self._look(f"met/{rank}", timeout_s, bool) is None:
+                raise self.aborted(rank, f"was left, and did not come within {timeout_s:g} s")
+
+        await by_peer(ranks, came)
+
+    async def _others(self, own: Answer, lost: int) -> list[Answer]:
+        others = [rank for rank in range(self._topology.world) if rank not in (own.rank, lost)]
+        return [answer for answer in (await by_peer(others, self._answer)).values() if answer is not None]
+
+    async def _answer(self, rank: int) -> Answer | None:
+        """None if it does not answer in time."""
+        answer: Answer | None = await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, Answer)
+        return answer
+
+    async def _publish(self, key: str, value: Any) -> None:
+        name = f"{self._keys}/{key}"
+        async with asyncio.timeout(timeouts.ROLL_CALL_S):
+            await self._rendezvous.publish(name, vouch(self._secret, records.pack(value), *self._about, name))
+
+    async def _look(self, key: str, timeout_s: float, kind: type[Any]) -> Any:
+        name = f"{self._keys}/{key}"
+        began = asyncio.get_running_loop().time()
+        try:
+            data = await self._rendezvous.lookup(name, timeout_s)
+        except TransportError:
+            if asyncio.get_running_loop().time() - began >= timeout_s:
+                return None
+            raise  # the store does not answer: its host may be the lost rank
+        what = f"a part of a roll call, {key},"
+        value = vouched(self._secret, data, what, self._topology.name, *self._about, name)
+        return records.unpack(kind, value, what)

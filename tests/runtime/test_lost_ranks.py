@@ -1,0 +1,232 @@
+"""A rank that is lost in a step, which the others finish (``on_lost_rank="finish"``)."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import long
+from fork_server import fork_server  # noqa: F401 - a fixture
+from runtime import lost_ranks
+from runtime.lost_ranks import LAST, LostRanks, expected
+from runtime.toys import TOLERANCE, Ones
+
+import rrfp
+from rrfp.errors import ConfigError, Origin, RankLostError
+from rrfp.model.mesh import Mesh
+from rrfp.pipeline.lost_rank.roll_call import Answer, Decision
+from rrfp.pipeline.options import complete
+
+
+def close(left: list[Any], right: list[torch.Tensor]) -> bool:
+    """Whether numbers that came from a rank are those expected."""
+    return len(left) == len(right) and all(
+        torch.allclose(torch.tensor(a, dtype=torch.float64), b, rtol=0.0, atol=TOLERANCE)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
+    """Kill ``victims`` in the first one's last backward, once their copies have come; what the others return."""
+    assert ranks.hear(victims[0]) == "here"
+    for victim in victims:
+        assert ranks.hear(ranks.holder(victim)) == "copied"
+    for victim in victims:
+        ranks.strike(victim)
+    return ranks.values({*range(ranks.mesh.size)} - {*victims})
+
+
+def check_finished(values: dict[int, Any], lost: tuple[int, ...], replicas: int, *, tokens: bool = True) -> None:
+    """The step is what it would have been: losses, gradients and the update of every rank that is left."""
+    loss, gradients, losses, parameters = expected(replicas, LAST + 1, tokens=tokens)[LAST]
+    for rank, value in values.items():
+        stage, replica = divmod(rank, replicas)
+        own_loss, own_losses, own_lost, own_gradients, own_parameters, _, step, text = value
+        assert own_lost == lost
+        assert abs(own_loss - loss) < TOLERANCE
+        assert close([own_losses], [torch.tensor(losses[replica], dtype=torch.float64)])
+        assert close(own_gradients, gradients[stage])
+        assert close(own_parameters, parameters[stage])
+        assert step == LAST + 1
+        assert text.startswith(f"step {LAST}, loss ")
+
+
+def check_resumed(folder: Path, replicas: int) -> None:
+    """A new job goes on from the checkpoint as if nothing had happened."""
+    for each in ("store", "gloo"):
+        (folder / each).unlink(missing_ok=True)
+    ranks = LostRanks(folder, lost_ranks.resumes, replicas=replicas)
+    try:
+        values = ranks.values(range(2 * replicas))
+    finally:
+        ranks.kill()
+    for rank, (number, parameters) in values.items():
+        assert number == LAST + 1
+        assert close(parameters, expected(replicas, LAST + 2)[-1][-1][rank // replicas])
+
+
+@pytest.mark.parametrize("victim", [long(0), long(1), long(2), 3])
+def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim)
+    try:
+        check_finished(strike(ranks, victim), (victim,), 2)
+    finally:
+        ranks.kill()
+    if victim == 3:
+        check_resumed(tmp_path, 2)
+
+
+@pytest.mark.parametrize("victim", [0, long(4)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        long({}),
+        {"tokens": False, "transport": "zmq", "split": True, "hint": "bfw"},
+        long({"share_replicas": True}),
+        long({"share_replicas": "dealt"}),
+    ],
+)
+def test_of_three_replicas_two_finish_it(victim: int, options: dict[str, Any], tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim, replicas=3, **options)
+    try:
+        check_finished(strike(ranks, victim), (victim,), 3, tokens=options.get("tokens", True))
+    finally:
+        ranks.kill()
+
+
+@pytest.mark.long
+def test_both_ranks_of_a_replica_may_be_lost(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.both_die, (1, 3))
+    try:
+        check_finished(strike(ranks, 1, 3), (1, 3), 2)
+    finally:
+        ranks.kill()
+
+
+@pytest.mark.parametrize(("when", "steps"), [("before", LAST), long("behind", LAST + 1)])
+def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, tmp_path: Path) -> None:
+    victim = 2
+    ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when)
+    try:
+        values = ranks.values({0, 1, 3})
+    finally:
+        ranks.kill()
+    for rank, (told, step, parameters, refused) in values.items():
+        assert step == steps, told
+        assert told == "lost" or told.startswith("rank 2 lost (")
+        assert close(parameters, expected(2, steps)[-1][-1][rank // 2])
+        assert refused == "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
+
+
+def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.clips_and_scales, 3)
+    try:
+        values = strike(ranks, 3)
+    finally:
+        ranks.kill()
+    norms = {norm for _, norm, _ in values.values()}
+    assert len(norms) == 1
+    assert values[0][2] == values[1][2]
+    total = sum(float(torch.tensor(g).square().sum()) for rank in (0, 2) for g in values[rank][2])
+    assert abs(total**0.5 - 0.01) < 1e-6
+
+
+@pytest.mark.parametrize(("second", "when"), [long(0, "deciding"), (1, "meeting"), long(0, "running")])
+def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
+    try:
+        assert ranks.hear(3) == "here"
+        assert ranks.hear(2) == "copied"
+        ranks.strike(3)
+        ends = [ranks.end(rank) for rank in {0, 1, 2} - {second}]
+    finally:
+        ranks.kill()
+    for end in ends:
+        assert (end.error, end.culprit) == ("PipelineAborted", second), end
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"on_lost_rank": "go on"}, "on_lost_rank is 'go on', must be one of: abort, finish"),
+        ({"deterministic": True}, "deterministic is True, must be False with on_lost_rank='finish'"),
+        ({"replay": "logs"}, "replay is set, must be None with on_lost_rank='finish'"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        complete({"on_lost_rank": "finish", **options})  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("dims", "module", "options", "reason"),
+    [
+        ({"pp": 2}, torch.nn.Linear(2, 2), {}, "for one replica"),
+        ({"pp": 2, "tp": 2, "dp": 2}, torch.nn.Linear(2, 2), {}, r"where a group has 2 ranks \(pp 2, tp 2, dp 2\)"),
+        ({"pp": 2, "dp": 2}, Ones(), {}, "for a StageProgram, whose steps are its own"),
+        ({"pp": 2, "dp": 2}, torch.nn.Linear(2, 2), {"loop": "caller"}, "loop is 'caller', must be 'own'"),
+    ],
+)
+def test_pipelines_that_it_does_not_go_with_are_refused(
+    dims: dict[str, int], module: Any, options: dict[str, Any], reason: str
+) -> None:
+    place = rrfp.Topology.at(0, Mesh((*dims.items(),)))
+    with pytest.raises(ConfigError, match=reason):
+        rrfp.Pipeline(module, topology=place, on_lost_rank="finish", **options)
+
+
+def test_a_graph_of_parts_and_stages_in_one_process_are_refused() -> None:
+    graph = rrfp.Graph()
+    graph.part("model", stages=[0, 1])
+    place = rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", 2))))
+    with pytest.raises(ConfigError, match="for a graph of parts"):
+        rrfp.Pipeline({"model": torch.nn.Linear(2, 2)}, topology=place, graph=graph, on_lost_rank="finish")
+    with pytest.raises(ConfigError, match="on_lost_rank is 'finish', must be 'abort' for one replica"):
+        rrfp.local([torch.nn.Linear(2, 2)], on_lost_rank="finish")
+
+
+def test_the_error_of_a_loss_between_steps_travels_between_processes() -> None:
+    origin = Origin(1, None, "PeerLostError: its process ended", 3)
+    error = pickle.loads(pickle.dumps(RankLostError(origin, (2, 3), 7, "Between two steps")))
+    assert (error.origin, error.lost, error.step, error.reason) == (origin, (2, 3), 7, "Between two steps")
+    assert str(error) == (
+        "ranks 2 and 3 lost (stage 1 (rank 3): PeerLostError: its process ended). Between two steps. Training steps "
+        "before 7 are complete: save a checkpoint with pipe=pipe, and end"
+    )
+
+
+class TestDecision:
+    """What follows from the answers of those that are left, of two stages by so many replicas."""
+
+    def of(self, replicas: int, *answers: Answer) -> Decision:
+        return Decision.of(answers, rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", replicas)))))
+
+    def test_whole_replicas_run_the_step_again(self) -> None:
+        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, False), Answer(2, 5, True))
+        assert decision == Decision((0, 1, 2), (3,), 5, "", (0,))
+        assert decision.ranks(rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", 2))))) == [0, 2]
+        assert decision.takes_over(0, 2) == 1
+
+    def test_each_of_several_broken_replicas_has_a_holder_of_its_own(self) -> None:
+        decision = self.of(4, *(Answer(rank, 1, True) for rank in range(8) if rank not in (0, 5)))
+        assert (decision.why, decision.whole) == ("", (2, 3))
+        assert [decision.takes_over(replica, 4) for replica in (2, 3)] == [0, 1]
+
+    def test_a_replica_whose_holder_is_broken_too_cannot_be_replaced(self) -> None:
+        decision = self.of(3, *(Answer(rank, 1, True) for rank in range(6) if rank not in (0, 4)))
+        assert decision.why == "Replicas 0 and 1 have lost ranks, and the second had the first one's microbatches"
+
+    def test_a_step_that_some_ranks_know_to_be_complete_is_not_run_again(self) -> None:
+        decision = self.of(2, Answer(0, 6, True), Answer(1, 5, True), Answer(2, 5, True))
+        assert (decision.step, bool(decision.why)) == (6, True)
+
+    def test_without_the_lost_microbatches_it_is_not_run_again(self) -> None:
+        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True), Answer(2, 5, False))
+        assert decision.why.startswith("The loss came before the others had the lost microbatches")
+
+    def test_a_rank_that_cannot_go_back_says_why(self) -> None:
+        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True, "it has gradients"), Answer(2, 5, True))
+        assert decision.why == ("The step cannot be run again, because of stage 0, dp 1 (rank 1): it has gradients")
