@@ -44,6 +44,8 @@ LENGTH_PER_STAGE = 4
 
 #: The part of a step that pyramids have to save where bytes are limited. Found by simulation: docs/hint-studies.md.
 LEAST_SAVING = 0.025
+#: So that what fits exactly in bytes also fits in shares of the mean.
+ROUNDING = 1 + 1e-9
 
 #: One pyramid a step where the sizes correlate with the times of every stage by more than this.
 ORDERS_ALL = 0.95
@@ -99,7 +101,7 @@ def _pays(order: Sequence[int], callers: Sequence[int], sizes: Sequence[float], 
     """Whether bytes are not limited, or hardly, or a step in ``order`` is enough shorter by estimate."""
     if view.byte_rooms is None:
         return True
-    rooms = [math.inf if (room := view.byte_rooms[stage]) is None else room for stage in view.graph.stage_of]
+    rooms = [math.inf if (room := view.byte_rooms[stage]) is None else room * ROUNDING for stage in view.graph.stage_of]
     relative, split = _in_means(sizes), view.graph.split
     if sum(sorted(relative)[-2 * len(rooms) :]) <= min(rooms):
         return True
