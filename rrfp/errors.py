@@ -73,13 +73,17 @@ class ConfigError(RrfpError, ValueError):
 class Faults:
     """Joins the `ConfigError`s of independent checks, so that a caller reads about all mistakes at once.
 
-    Every check stands in a block of its own, ``with faults.kept():``, inside ``with Faults() as faults:``. At the end
-    of the outer block one `ConfigError` names all faults. A check that needs the result of another belongs behind the
-    outer block, or into the other's block.
+    Every check that may raise stands in a block of its own, ``with faults.kept():``, inside ``with Faults() as
+    faults:``; `keep` takes a fault as it is. At the end of the outer block one `ConfigError` names all faults. A check
+    that needs the result of another belongs behind the outer block, or into the other's block.
     """
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
+
+    def keep(self, reason: str) -> None:
+        """Keep a fault that was found."""
+        self._errors.append(ConfigError(reason))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -207,7 +211,8 @@ class Origin:
 
     Attributes:
         stage: stage index of the rank that failed.
-        task: the task it was running, in its text form, or None; with a graph followed by the part: ``F3@2 (audio)``.
+        task: the task it was running, in its text form, or None; with a graph followed by the part: ``F3@2 (audio)``;
+            where replicas share the step by the number of its own caller: ``F3@2 (microbatch 1 of replica 0)``.
         cause: the exception as one line, ``TypeName: message``.
         rank: the rank, where a stage has several; None where the stage identifies it.
     """

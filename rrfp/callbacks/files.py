@@ -115,21 +115,26 @@ class Rows(Callback):
         self._writes = False
 
     def text(self, row: Metrics) -> str:
+        """``row`` as one line."""
         raise NotImplementedError
 
     def check(self, topology: Topology) -> None:
+        """See `Callback`."""
         self._writes = topology.rank == 0
         if self._writes:
             self._file.check()
 
     def step_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         if self._writes:
             self._file.append(self.text(metrics(event, self._tokens)))
 
     def evaluation_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         self.step_ended(event)
 
     def run_ended(self, event: RunEnded) -> None:
+        """See `Callback`."""
         self._file.close()
 
 
@@ -153,10 +158,12 @@ class Csv(Rows):
         super().__init__(RowFile(path), tokens)
 
     def check(self, topology: Topology) -> None:
+        """See `Callback`."""
         self._file.head = ",".join(metric_names(topology.stages))
         super().check(topology)
 
     def text(self, row: Metrics) -> str:
+        """See `Rows`."""
         return ",".join("" if value is None else str(value) for value in row.values())
 
 
@@ -180,6 +187,7 @@ class JsonLines(Rows):
         super().__init__(RowFile(path, start='{"time": '), tokens)
 
     def text(self, row: Metrics) -> str:
+        """See `Rows`."""
         return json.dumps({name: None if _is_no_number(value) else value for name, value in row.items()})
 
 
@@ -218,22 +226,27 @@ class TensorBoard(Callback):
         self._writer: SummaryWriter | None = None
 
     def run_begun(self, event: RunBegun) -> None:
+        """See `Callback`."""
         if event.topology.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(self._folder, purge_step=event.step + 1 if event.step else None)
 
     def step_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         self._add(event, "train")
 
     def evaluation_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         self._add(event, "evaluation")
 
     def aborted(self, event: RunAborted) -> None:
+        """See `Callback`."""
         if self._writer is not None:
             self._writer.flush()
 
     def run_ended(self, event: RunEnded) -> None:
+        """See `Callback`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -70,6 +70,7 @@ class Progress(Callback):
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
 
     def run_begun(self, event: RunBegun) -> None:
+        """See `Callback`."""
         from rich.console import Console
         from rich.live import Live
 
@@ -84,24 +85,29 @@ class Progress(Callback):
             self._show()
 
     def step_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         self._last, self._note = event, ""
         self._times.append(event.time)
         if time.monotonic() - self._shown_at >= _PAUSE_S:
             self._show()
 
     def evaluation_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         self._held_out = event.loss
         self._show()
 
     def stall(self, event: Stall) -> None:
+        """See `Callback`."""
         self._note = f"stall: {event.text.partition(chr(10))[0]}"
         self._show()
 
     def aborted(self, event: RunAborted) -> None:
+        """See `Callback`."""
         self._note = f"aborted by {str(event.origin).partition(chr(10))[0]}"
         self._show()
 
     def run_ended(self, event: RunEnded) -> None:
+        """See `Callback`."""
         if self._live is not None:
             self._live.update(self._view(self._live.console.width))
             self._live.stop()  # draws it, and ends its last line

@@ -60,6 +60,7 @@ class Prometheus(Callback):
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def check(self, topology: Topology) -> None:
+        """See `Callback`."""
         if topology.rank != 0:
             return
         try:
@@ -76,6 +77,7 @@ class Prometheus(Callback):
             ) from None
 
     def run_begun(self, event: RunBegun) -> None:
+        """See `Callback`."""
         if event.topology.rank != 0:
             return
         from prometheus_client import CollectorRegistry, Counter, start_http_server
@@ -92,21 +94,25 @@ class Prometheus(Callback):
         logger.info("Prometheus finds this run's figures at port %d", self._server[0].server_port)
 
     def step_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         if self._server is not None:
             for name, value in metrics(event, self._tokens).items():
                 self._show(name, value)
 
     def evaluation_ended(self, event: StepEnded) -> None:
+        """See `Callback`."""
         if self._server is not None:
             for name, value in metrics(event, self._tokens).items():
                 if name in ("loss", "seconds", "tokens_per_second"):
                     self._show(f"evaluation_{name}", value)
 
     def stall(self, event: Stall) -> None:
+        """See `Callback`."""
         if self._server is not None:
             self._stalls.inc()
 
     def run_ended(self, event: RunEnded) -> None:
+        """See `Callback`."""
         if self._server is not None:
             server, thread = self._server
             self._server = None

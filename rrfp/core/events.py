@@ -24,6 +24,7 @@ class Pool:
         homes: by microbatch, the replica whose caller has it.
         depth: forwards that a copy has claimed and not begun, at most.
         paces: seconds that a microbatch takes on each copy of this stage; empty: not known.
+        lead: a forward that another copy holds goes before this one's own where it is more than so many places earlier.
     """
 
     copy: int
@@ -31,6 +32,7 @@ class Pool:
     homes: tuple[int, ...]
     depth: int = 1
     paces: tuple[float, ...] = ()
+    lead: int = 0
 
     def interleaved(self, order: Sequence[int]) -> list[int]:
         """The microbatches of each replica in ``order``, those of all side by side."""

@@ -92,8 +92,7 @@ def from_json(text: str) -> CostTable:
     with Faults() as faults:
         for name in document:
             if name not in known:
-                with faults.kept():
-                    raise ConfigError(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(known)}")
+                faults.keep(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(known)}")
         if missing:
             with faults.kept():
                 subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
@@ -103,8 +102,7 @@ def from_json(text: str) -> CostTable:
                 with faults.kept():
                     _check_numbers(name, document[name])
         if "sizes" in document and not isinstance(document["sizes"], list):
-            with faults.kept():
-                raise ConfigError("sizes must be a list of numbers, one a microbatch")
+            faults.keep("sizes must be a list of numbers, one a microbatch")
     if is_graph:
         matrices = {FIELDS[name]: document[name] for name in MATRICES if name in document}
         graph, microbatches = graph_from_plain(document), whole("microbatches", document["microbatches"], 1)

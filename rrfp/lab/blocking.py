@@ -32,7 +32,6 @@ again when a transfer it waits for is matched. Linear in the number of tasks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.table import CostTable
@@ -55,66 +54,39 @@ def run_blocking(costs: CostTable) -> EngineResult:
     return _Run(costs).result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Compute:
-    task: Task
+#: Transfers of one stage at a time, each named by its output's task.
+_Batch = list[Task]
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Transfers of one stage at a time, each named by its output's task."""
+def _program(stage: int, stages: int, microbatches: int, *, split: bool) -> Iterator[Task | _Batch]:
+    """What a stage computes and transfers, in order; batches are empty where there is no neighbour."""
 
-    outputs: tuple[Task, ...]
+    def moves(kind: Kind, m: int, v: int) -> _Batch:
+        edge = v if kind is Kind.F else v - 1
+        return [Task(kind, m, v)] if m < microbatches and 0 <= edge < stages - 1 else []
 
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The transfers of one stage, empty where there is no neighbour."""
-
-    stage: int
-    stages: int
-
-    def forward_in(self, microbatch: int) -> tuple[Task, ...]:
-        return (Task(Kind.F, microbatch, self.stage - 1),) if self.stage else ()
-
-    def forward_out(self, microbatch: int) -> tuple[Task, ...]:
-        return (Task(Kind.F, microbatch, self.stage),) if self.stage < self.stages - 1 else ()
-
-    def backward_in(self, microbatch: int) -> tuple[Task, ...]:
-        return (Task(Kind.B, microbatch, self.stage + 1),) if self.stage < self.stages - 1 else ()
-
-    def backward_out(self, microbatch: int) -> tuple[Task, ...]:
-        return (Task(Kind.B, microbatch, self.stage),) if self.stage else ()
-
-
-def _program(stage: int, stages: int, microbatches: int, *, split: bool) -> Iterator[_Compute | _Batch]:
-    """What a stage does, in order; batches may be empty."""
-    links = _Links(stage, stages)
     kinds = (Kind.B, Kind.W) if split else (Kind.B,)
     warm_up = min(microbatches, stages - 1 - stage)
     for m in range(warm_up):
-        yield _Batch(links.forward_in(m))
-        yield _Compute(Task(Kind.F, m, stage))
-        yield _Batch(links.forward_out(m))
-    if warm_up < microbatches:
-        yield _Batch(links.forward_in(warm_up))
+        yield moves(Kind.F, m, stage - 1)
+        yield Task(Kind.F, m, stage)
+        yield moves(Kind.F, m, stage)
+    yield moves(Kind.F, warm_up, stage - 1)
     for m in range(microbatches - warm_up):
-        ahead = warm_up + m
-        yield _Compute(Task(Kind.F, ahead, stage))
-        yield _Batch(links.forward_out(ahead) + links.backward_in(m))
-        yield from (_Compute(Task(kind, m, stage)) for kind in kinds)
-        following = links.forward_in(ahead + 1) if ahead + 1 < microbatches else ()
-        yield _Batch(links.backward_out(m) + following)
+        yield Task(Kind.F, warm_up + m, stage)
+        yield moves(Kind.F, warm_up + m, stage) + moves(Kind.B, m, stage + 1)
+        yield from (Task(kind, m, stage) for kind in kinds)
+        yield moves(Kind.B, m, stage) + moves(Kind.F, warm_up + m + 1, stage - 1)
     for m in range(microbatches - warm_up, microbatches):
-        yield _Batch(links.backward_in(m))
-        yield from (_Compute(Task(kind, m, stage)) for kind in kinds)
-        yield _Batch(links.backward_out(m))
+        yield moves(Kind.B, m, stage + 1)
+        yield from (Task(kind, m, stage) for kind in kinds)
+        yield moves(Kind.B, m, stage)
 
 
 class _Stage:
     """How far one stage has come."""
 
-    def __init__(self, actions: Iterator[_Compute | _Batch]) -> None:
+    def __init__(self, actions: Iterator[Task | _Batch]) -> None:
         self.actions = actions
         #: The batch that it waits in; its transfers have been posted.
         self.batch: _Batch | None = None
@@ -174,18 +146,18 @@ class _Run:
         stage = self._stages[number]
         while True:
             if stage.batch is not None:
-                if any(output not in self._ends for output in stage.batch.outputs):
+                if any(output not in self._ends for output in stage.batch):
                     return
-                stage.now = max(self._ends[output] for output in stage.batch.outputs)
+                stage.now = max(map(self._ends.__getitem__, stage.batch))
                 stage.batch = None
             action = next(stage.actions, None)
             if action is None:
                 return
-            if isinstance(action, _Compute):
-                self._compute(number, action.task)
-            elif action.outputs:
+            if isinstance(action, Task):
+                self._compute(number, action)
+            elif action:
                 stage.batch = action
-                for output in action.outputs:
+                for output in action:
                     self._post(number, output)
 
     def _compute(self, number: int, task: Task) -> None:

@@ -80,7 +80,6 @@ class DoubleNetwork:
                 raise RuntimeError(f"the other end of {end.pair} did not join")
 
     def post(self, end: DoubleGroup, number: int, piece: Tensor) -> None:
-        """Issue a kernel."""
         with self._changed:
             index, other = end.posts, self._other(end)
             end.posts += 1

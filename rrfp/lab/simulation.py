@@ -73,7 +73,6 @@ class Simulation:
 
     @property
     def peaks(self) -> tuple[Peaks, ...]:
-        """The most that each stage held."""
         return self.result.peaks
 
     def to_json(self) -> Mapping[str, Any]:
@@ -330,7 +329,6 @@ def _check_sum(costs: CostTable) -> None:
 
 
 def _matrices(costs: CostTable) -> list[Matrix]:
-    """Everything in the table."""
     return [*costs.durations.values(), costs.latency_forward, costs.latency_backward]
 
 

@@ -93,11 +93,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return waiter
 
     def call_at(
-        self,
-        when: float,
-        callback: Callable[[*Args], object],
-        *args: *Args,
-        context: contextvars.Context | None = None,
+        self, when: float, callback: Callable[[*Args], object], *args: *Args, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """As the base class's; infinity never comes."""
         if self.is_closed():
@@ -128,10 +124,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     # What would let something in from outside.
 
     def call_soon_threadsafe(
-        self,
-        callback: Callable[[*Args], object],
-        *args: *Args,
-        context: contextvars.Context | None = None,
+        self, callback: Callable[[*Args], object], *args: *Args, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """As ``call_soon``; a call from another thread, at whatever virtual time, is refused."""
         if threading.get_ident() != self._home:

@@ -71,16 +71,37 @@ class TaskGraph:
 
     @classmethod
     def chain(cls, stages: int, *, chunks: int = 1, layout: Layout = "looped", split: bool = False) -> TaskGraph:
-        """The usual pipeline on a `Placement`: virtual stage v feeds v + 1, all virtual stages split or none."""
+        """The usual pipeline: virtual stage v feeds v + 1, all virtual stages split or none.
+
+        Args:
+            stages: N, at least 1.
+            chunks: C, chunks a stage, at least 1.
+            layout: ``"looped"`` or ``"v"``; see `Placement`.
+            split: whether backward is split into B and W.
+
+        Raises:
+            ConfigError: as `Placement`.
+        """
         placement = Placement(stages, chunks, layout)
         return cls(placement, split=(split,) * placement.num_virtual_stages)
 
     def kinds(self, virtual_stage: int, mode: Mode) -> tuple[Kind, ...]:
-        """The kinds of task that each microbatch runs on a virtual stage, in dependency order."""
+        """The kinds of task that each microbatch runs on a virtual stage, in dependency order.
+
+        Args:
+            virtual_stage: 0..V-1.
+            mode: training or forward only.
+        """
         return self._kinds[mode][virtual_stage]
 
     def tasks(self, stage: int, microbatches: int, mode: Mode = Mode.TRAIN) -> Iterator[Task]:
-        """Every task of a stage in a step."""
+        """Every task of a stage in a step.
+
+        Args:
+            stage: 0..N-1.
+            microbatches: M.
+            mode: training or forward only.
+        """
         for v in self.placement.virtual_stages(stage):
             for kind in self.kinds(v, mode):
                 for m in range(microbatches):
@@ -90,12 +111,21 @@ class TaskGraph:
         """The tasks whose outputs ``task`` reads: by kind as `KINDS` has them, then as the virtual stages are numbered.
 
         F reads the forwards before it; B its own forward and the backwards after it; W its own backward.
+
+        Args:
+            task: any task of the graph.
         """
         kind, m, v = task
         return tuple([Task(producer, m, u) for producer, u in self._reads[kind][v]])
 
     def consumers(self, kind: Kind, virtual_stage: int, mode: Mode) -> tuple[tuple[Kind, int], ...]:
-        """The (kind, virtual stage) pairs that read the output of a task of ``kind`` on ``virtual_stage``."""
+        """The (kind, virtual stage) pairs that read an output.
+
+        Args:
+            kind: the kind of its task.
+            virtual_stage: where that runs.
+            mode: training or forward only.
+        """
         return self._readers[mode][kind][virtual_stage]
 
     @cached_property
@@ -142,25 +172,43 @@ class TaskGraph:
         return readers
 
     def last_kind(self, virtual_stage: int, mode: Mode) -> Kind:
-        """The kind after which a virtual stage is done with a microbatch."""
+        """The kind after which a virtual stage is done with a microbatch.
+
+        Args:
+            virtual_stage: 0..V-1.
+            mode: training or forward only.
+        """
         return self.kinds(virtual_stage, mode)[-1]
 
     def neighbours(self, stage: int) -> Sequence[int]:
-        """The other stages that exchange tensors with a stage, ascending."""
+        """The other stages that exchange tensors with a stage, ascending.
+
+        Args:
+            stage: 0..N-1.
+        """
         assert self.edges is not None
         pairs = [(self.stage_of[u], self.stage_of[v]) for u, v in self.edges]
         return sorted({b if a == stage else a for a, b in pairs if stage in (a, b)} - {stage})
 
     def text_of(self, task: Task) -> str:
-        """``task`` for people: with the name of its virtual stage where it has one, such as ``F3@2 (audio)``."""
+        """``task`` for people: with the name of its virtual stage where it has one, such as ``F3@2 (audio)``.
+
+        Args:
+            task: any task of the graph.
+        """
         return f"{task} ({self.names[task.virtual_stage]})" if self.names else str(task)
 
     def distance_to_sink(self, stage: int) -> int:
         """How many stages first meet a microbatch between this one and the end: N - stage on a chain.
 
         It is the longest path from the stage's first virtual stage to a sink, on which a virtual stage counts if it is
-        the first one of its stage. 1F1B holds as many microbatches, so that no stage behind runs dry. At least 1: the
-        stage counts as well.
+        the first one of its stage. 1F1B holds as many microbatches, so that no stage behind runs dry.
+
+        Args:
+            stage: 0..N-1.
+
+        Returns:
+            At least 1: the stage counts as well.
         """
         return self._distances[self.placement.virtual_stages(stage)[0]]
 
@@ -174,7 +222,11 @@ class TaskGraph:
         return distances
 
     def dependants_here(self, virtual_stage: int) -> tuple[int, ...]:
-        """The virtual stages of the same stage that depend on ``virtual_stage``, directly or not, ascending."""
+        """The virtual stages of the same stage that depend on ``virtual_stage``, directly or not, ascending.
+
+        Args:
+            virtual_stage: 0..V-1.
+        """
         dependants, pending = set[int](), [virtual_stage]
         while pending:
             new = set(self.successors[pending.pop()]) - dependants

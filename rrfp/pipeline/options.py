@@ -391,12 +391,10 @@ def complete(passed: OptionArguments, arguments: str = "") -> Options:
         with faults.kept():
             _check_patience(options)
         if options.strict is not None and (options.hint is not None or options.limit is not None):
-            with faults.kept():
-                raise ConfigError("strict runs a schedule to the letter: it goes with neither hint nor limit")
+            faults.keep("strict runs a schedule to the letter: it goes with neither hint nor limit")
         others = [name for name in ("hint", "strict", "limit") if getattr(options, name) is not None]
         if options.replay is not None and others:
-            with faults.kept():
-                raise ConfigError(f"replay runs a logged step to the letter: it goes without {' and '.join(others)}")
+            faults.keep(f"replay runs a logged step to the letter: it goes without {' and '.join(others)}")
     _check_order(options)
     _check_sharing(options)
     _check_finishing(options)

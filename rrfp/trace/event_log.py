@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
         case Origin():
             return [value.stage, value.task, value.cause, value.rank]
         case ev.Pool():
-            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces]]
+            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces], value.lead]
     return value
 
 
@@ -280,10 +280,11 @@ def _origin(field: str, value: Any) -> Origin:
 
 
 def _pool(field: str, value: Any) -> ev.Pool:
-    copy, copies, homes, depth, paces = value
+    copy, copies, homes, depth, paces, lead = value
     numbers = (whole(field, each, 0) for each in homes)
     seconds = (number(field, each, 0) for each in paces)
-    return ev.Pool(whole(field, copy, 0), whole(field, copies, 1), (*numbers,), whole(field, depth, 1), (*seconds,))
+    counts = whole(field, copy, 0), whole(field, copies, 1), (*numbers,), whole(field, depth, 1)
+    return ev.Pool(*counts, (*seconds,), whole(field, lead, 0))
 
 
 #: How a field of each type is read.

@@ -34,6 +34,7 @@ class LocalRendezvous:
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     async def publish(self, key: str, value: bytes) -> None:
+        """See `Rendezvous.publish`."""
         with self._lock:
             self._values[key] = value
             waiting = self._waiting.pop(key, [])
@@ -42,6 +43,7 @@ class LocalRendezvous:
                 loop.call_soon_threadsafe(event.set)
 
     async def lookup(self, key: str, timeout_s: float) -> bytes:
+        """See `Rendezvous.lookup`."""
         entry = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             if key in self._values:
@@ -103,9 +105,11 @@ class StoreRendezvous:
         return cls(store, run_id=topology.run_id, restart=topology.restart)
 
     async def publish(self, key: str, value: bytes) -> None:
+        """See `Rendezvous.publish`."""
         await self._call(key, lambda: self._store.set(key, value))
 
     async def lookup(self, key: str, timeout_s: float) -> bytes:
+        """See `Rendezvous.lookup`."""
         # The store's own wait cannot be cancelled and keeps its connection to itself; polling does neither.
         pause_s, waited_s = timeouts.FIRST_PAUSE_S, 0.0
         try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from core_script import Script, T
 from sim.adversaries import holding_back
+from sim.graph_cases import SlotLimit
 
 from rrfp import Hint
 from rrfp.core.events import Run
@@ -16,7 +17,7 @@ from rrfp.hints.pyramid import Pyramids
 from rrfp.hints.registry import HINTS, create_hint
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.lab.cluster.random_run import RandomRun
-from rrfp.lab.explore.cases import SlotLimit, random_visits
+from rrfp.lab.explore.cases import random_visits
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from runtime import data_parallel_cases
 from runtime.toys import TOLERANCE
+from transports.gloo_backend import over_gloo
 
 from rrfp.compute.split import backward as split_backward
-from rrfp.lab.gloo_backend import over_gloo
 
 OVER: dict[str, Any] = {"transport": over_gloo}
 V: dict[str, Any] = {"chunks": 2, "placement": "v"}

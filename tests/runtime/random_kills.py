@@ -12,8 +12,8 @@ from typing import Any
 
 import runtime.processes as programs
 from runtime.processes import PATIENCE_S, Processes
+from transports.gloo_backend import over_gloo
 
-from rrfp.lab.gloo_backend import over_gloo
 from rrfp.model.mesh import Mesh
 from rrfp.transports.registry import TransportSpec
 

@@ -20,8 +20,7 @@ from fork_server import fork_server
 from freezers import VERSIONS, freezer
 from runtime.processes import Processes, Program
 from transports.curved import curve
-
-from rrfp.lab.gloo_backend import over_gloo
+from transports.gloo_backend import over_gloo
 
 __all__ = ["fork_server"]
 

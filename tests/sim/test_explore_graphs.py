@@ -9,17 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 from batches import batches, long
+from sim.graph_cases import GraphCase, everywhere, graphs_of, slots_of, tables_of
 
-from rrfp.lab.explore.cases import (
-    GraphCase,
-    InOrder,
-    everywhere,
-    explored,
-    graphs_of,
-    random_visits,
-    slots_of,
-    tables_of,
-)
+from rrfp.lab.explore.cases import InOrder, explored, random_visits
 from rrfp.lab.explore.search import explore
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 from batches import long
+from sim.graph_cases import GRAPH_RULES, GraphCase, everywhere, graphs_of, slots_of
 
-from rrfp.lab.explore.cases import (
-    GRAPH_RULES,
-    RULE_NAMES,
-    Backward,
-    GraphCase,
-    Grid,
-    everywhere,
-    graphs_of,
-    random_visits,
-    slots_of,
-)
+from rrfp.lab.explore.cases import RULE_NAMES, Backward, Grid, random_visits
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import Limit
 from rrfp.memory.rules import Reserve, Staircase

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import transports.makers as makers
+from transports.gloo_backend import over_gloo
 
-from rrfp.lab.gloo_backend import over_gloo
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Channel
 from rrfp.transports.collective.transport import CollectiveTransport

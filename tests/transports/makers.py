@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import zmq
+from transports.gloo_backend import over_gloo
 from transports.relay import RelayingRendezvous
 
-from rrfp.lab.gloo_backend import over_gloo
 from rrfp.lab.simulated_transport import Latency, SimulatedTransport, no_latency
 from rrfp.testing.transport_checks import MakePair, Pair, PairOptions
 from rrfp.transports.auto import AutoTransport

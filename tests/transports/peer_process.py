@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
+from transports.gloo_backend import over_gloo
 
 from rrfp.compute.lanes.stream import StreamLane
 from rrfp.devices.copies import DeviceCopies, copies_of
 from rrfp.errors import PeerLostError
 from rrfp.lab.device_double import DoubleDevice
-from rrfp.lab.gloo_backend import over_gloo
 from rrfp.testing.transport_checks.pair import data
 from rrfp.transports.base import Message, Transport, TransportContext
 from rrfp.transports.registry import create_transport

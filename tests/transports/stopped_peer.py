@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
+from transports.gloo_backend import GlooBackend
 
 from rrfp.errors import RrfpError
-from rrfp.lab.gloo_backend import GlooBackend
 from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.channel import RankPair
 from rrfp.transports.collective.transport import CollectiveTransport

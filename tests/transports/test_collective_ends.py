@@ -9,11 +9,11 @@ import pytest
 import torch
 import transports.makers as makers
 from transports.collective_pair import Held, announce, ends, link_of
+from transports.gloo_backend import GlooBackend, over_gloo
 from transports.shm_state import until
 
 from rrfp import timeouts
 from rrfp.errors import PeerLostError, TransportClosedError
-from rrfp.lab.gloo_backend import GlooBackend, over_gloo
 from rrfp.testing.transport_checks import Pair, PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
 from rrfp.transports.tunnel.p2p import FAREWELL

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 import transports.makers as makers
+from transports.gloo_backend import GlooBackend, over_gloo
 
 from rrfp.errors import ConfigError, TransportClosedError, TransportError
-from rrfp.lab.gloo_backend import GlooBackend, over_gloo
 from rrfp.testing.transport_checks.pair import soon
 from rrfp.transports import DeviceCopies
 from rrfp.transports.base import TransportContext

@@ -65,8 +65,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     with Faults() as faults:
         for name, reason in DECIDED.items():
             if name in options:
-                with faults.kept():
-                    raise ConfigError(f"{name} must not be passed: {reason}")
+                faults.keep(f"{name} must not be passed: {reason}")
         if (limit := options.get("limit")) is not None and limit != WINDOW:
             with faults.kept():
                 if Limit.resolve(limit, 0, 1, f", an rrfp.Limit, or {WINDOW!r}").bytes is not None:
@@ -84,12 +83,10 @@ def check_config(config: Any) -> None:
         for name, reason in REFUSED.items():
             value = getattr(config, name, None)
             if value not in (None, False, "none"):
-                with faults.kept():
-                    raise ConfigError(f"{name} is {value!r}, must be off with RRFP: {reason}")
+                faults.keep(f"{name} is {value!r}, must be off with RRFP: {reason}")
         for name in WEIGHT_GATHERING:
             if (size := getattr(config, name, 1)) not in (None, 1):
-                with faults.kept():
-                    raise ConfigError(f"{name} is {size!r}, must be 1 with RRFP: tasks would gather weights")
+                faults.keep(f"{name} is {size!r}, must be 1 with RRFP: tasks would gather weights")
 
 
 def check_model(chunks: Sequence[nn.Module], model_type: Any) -> None:

@@ -20,7 +20,7 @@ from rrfp.lab.advice.replays import Interval, Method, Replayer, Replays, hint_te
 from rrfp.lab.advice.report import DOUBTFUL, WORTH, Advice, Cause, Setting
 from rrfp.lab.limit_texts import DEFAULT_LIMIT
 from rrfp.lab.simulation import planned_sizes, resolve_limits
-from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
+from rrfp.lab.traces.chrome_reader import TracedRun, read_run
 from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, is_training
 from rrfp.memory.admission import Limit, bytes_of
 from rrfp.trace.job_data import REPLAY, TracedJob
@@ -81,31 +81,24 @@ class AdvisedTrace:
 
 
 def advise_file(
-    path: str,
-    wishes: Wishes = Wishes(),
-    ran: Callable[[], object] = lambda: None,
-    title: str | None = None,
+    path: str, wishes: Wishes = Wishes(), ran: Callable[[], object] = lambda: None, title: str | None = None
 ) -> Advice:
     """The advice on the steps of a trace file; ``ran`` is called after each replay of a step."""
     return adviser_of(path, wishes, ran, title).advice()
 
 
 def adviser_of(path: str, wishes: Wishes, ran: Callable[[], object], title: str | None = None) -> Adviser:
-    """The steps of a trace file, replayed as they ran."""
     name, recording, replicas = recording_of(path, wishes, title)
     return Adviser(name, recording, replicas, wishes, Replayer(recording.steps, ran))
 
 
 def recording_of(path: str, wishes: Wishes, title: str | None = None) -> tuple[str, Recorded, list[TracedRun]]:
     """The name of a trace file's run, its steps, and the other runs."""
-    runs = read_chrome(path)
-    chosen = next((run for run in runs if wishes.run in (None, run.name)), None)
-    if chosen is None:
-        raise ConfigError(f"run is {wishes.run!r}, must be one of: {', '.join(run.name for run in runs)}")
+    chosen, *others = read_run(path, wishes.run)
     name = title or f"{path}: {chosen.name}"
     recording = read_recording(name, chosen, skip_first=wishes.skip_first, most=wishes.steps)
     check_cores(name, recording)
-    return name, recording, [run for run in runs if run is not chosen]
+    return name, recording, others
 
 
 #: A cause: its name, where it is and how much of it there is, and the steps without it.
@@ -156,12 +149,10 @@ class Adviser:
 
     @property
     def measured(self) -> Matrix:
-        """What each step took, in seconds."""
         return np.array([step.seconds for step in self._steps])
 
     @property
     def title(self) -> str:
-        """Microbatches, stages and method."""
         return f"{self.recording.costs.microbatches} microbatches on {self._stages} stages, {self.method}"
 
     def _as_recorded(self) -> Replays:
@@ -428,7 +419,6 @@ def _rising(settings: Sequence[Setting]) -> Iterator[Setting]:
 
 
 def _late(step: RecordedStep, stage: int) -> float:
-    """Seconds of dispatch on a stage."""
     own = [*step.costs.virtual_stages_of(stage)]
     return float(sum(rows[own].sum() for rows in step.dispatch.values()))
 

@@ -77,7 +77,6 @@ def _divided(costs: CostTable, factors: Matrix) -> CostTable:
 
 
 def without_sizes(steps: Sequence[RecordedStep], factors: Factors) -> list[RecordedStep]:
-    """Microbatches of one size."""
     pairs = zip(steps, factors.sizes, strict=True)
     return [replace(step, costs=_divided(step.costs, sizes)) for step, sizes in pairs]
 
@@ -122,7 +121,6 @@ def with_work(steps: Sequence[RecordedStep], wanted: Matrix) -> list[RecordedSte
 
 
 def without_gaps(steps: Sequence[RecordedStep], *names: str) -> list[RecordedStep]:
-    """No ``dispatch``, or no ``order``."""
     changed = []
     for step in steps:
         none = {kind: np.zeros_like(rows) for kind, rows in step.dispatch.items()}
@@ -132,7 +130,6 @@ def without_gaps(steps: Sequence[RecordedStep], *names: str) -> list[RecordedSte
 
 
 def without_ends(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The first tasks begin, and the step ends, at once."""
     return [replace(step, opening={}, closing=0.0) for step in steps]
 
 

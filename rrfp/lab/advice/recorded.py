@@ -14,7 +14,7 @@ from rrfp.core.usage import WaitCause
 from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.traces.chrome_reader import TracedRun
-from rrfp.lab.traces.measured_costs import TracedStep, is_training, table_of, traced_step
+from rrfp.lab.traces.measured_costs import TracedStep, is_training, named_step, table_of
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, F, Kind, Task
 from rrfp.schedules.executed import ExecutedSchedule
@@ -57,7 +57,6 @@ class RecordedStep:
 
 
 def with_durations(costs: CostTable, rows: Rows) -> CostTable:
-    """The table with other times of tasks."""
     changed: Mapping[str, Any] = {KINDS[kind].name: own for kind, own in rows.items()}
     return replace(costs, **changed)
 
@@ -111,7 +110,7 @@ def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> 
     training = [trace for trace in run.steps if is_training(trace)]
     left_out = Counter({"evaluation(s)": len(run.steps) - len(training), "at the beginning": skip_first})
     left_out["at the beginning"] = min(skip_first, len(training))
-    pairs = [(trace, _traced(name, run, trace)) for trace in training[skip_first:]]
+    pairs = [(trace, named_step(name, run, trace)) for trace in training[skip_first:]]
     [(microbatches, _)] = Counter(step.microbatches for _, step in pairs).most_common(1) or [(0, 0)]
     left_out[f"not of {microbatches} microbatches"] = sum(step.microbatches != microbatches for _, step in pairs)
     pairs = [(trace, step) for trace, step in pairs if step.microbatches == microbatches]
@@ -135,13 +134,6 @@ def read_recording(name: str, run: TracedRun, *, skip_first: int, most: int) -> 
     traces = tuple(trace for trace, _ in pairs)
     executed = tuple(_executed(name, step, table.costs) for (_, step), table in zip(pairs, steps, strict=True))
     return Recorded(run, traces, tuple(steps), executed, reasons, messages, filled)
-
-
-def _traced(name: str, run: TracedRun, trace: StepTrace) -> TracedStep:
-    try:
-        return traced_step(trace, run.num_stages, run.graph)
-    except ConfigError as error:
-        raise ConfigError(f"{name}, step {trace.step}: {error}") from None
 
 
 def _table(name: str, step: TracedStep) -> tuple[CostTable, int, int]:

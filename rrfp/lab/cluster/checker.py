@@ -44,7 +44,6 @@ class MemoryChecker:
         self.peak_bytes = 0
 
     def open(self, step: StepId, visits: Visits) -> None:
-        """A step begins, with nothing held."""
         self._visits = visits
         self._mode, self._num_bytes = step.mode, 0
         self._rule = rule_of(self._asked, RuleContext(self._graph, self._stage, visits, step.mode, self._is_forced))
@@ -99,7 +98,6 @@ class MemoryChecker:
         self._bytes[key] = num_bytes
 
     def _is_last(self, task: Task) -> bool:
-        """Whether a training step frees with ``task`` what its chunk holds."""
         return task.kind is self._last_kinds[task.virtual_stage]
 
     def _await_readers(self, task: Task) -> None:
@@ -152,11 +150,9 @@ class RankChecker:
         self._completed: set[Task] = set()
 
     def object_to(self, what: str) -> None:
-        """Something is wrong."""
         raise AssertionError(self.named(what))
 
     def named(self, what: str) -> str:
-        """``what`` is wrong, on which rank and in which step."""
         return f"{self._rank.name} {what}, in {self.step}"
 
     def open(self, step: StepId) -> None:
@@ -180,7 +176,6 @@ class RankChecker:
         return [s for s in self._inputs(task, step) if s not in present and not self._runs_here(s)]
 
     def enqueue(self, task: Task) -> None:
-        """The core started ``task``."""
         assert self.step is not None, "no step was opened"
         if not self._runs_here(task):
             self.object_to(f"started {task}, which runs elsewhere")
@@ -239,7 +234,6 @@ class RankChecker:
         return task.microbatch, first
 
     def finish(self, step: StepId) -> None:
-        """The core says that ``step`` is done."""
         if step != self.step:
             self.object_to(f"finished {step}")
         expected = self.expected(step)

@@ -257,7 +257,6 @@ class Cluster(ABC, Generic[NodeT]):
         return 0
 
     def output_bytes(self, node: NodeT, task: Task) -> int:
-        """The size of an output that ``node`` sends."""
         return 0
 
     # What happens to a rank.
@@ -279,7 +278,6 @@ class Cluster(ABC, Generic[NodeT]):
         self.allow_step(self.opens_with(node).take_waiting())
 
     def opened_on(self, node: NodeT, step: StepId) -> ev.StepOpened:
-        """The event that opens ``step`` on ``node``."""
         return self.opened(step)
 
     def opened(self, step: StepId) -> ev.StepOpened:
@@ -293,7 +291,6 @@ class Cluster(ABC, Generic[NodeT]):
         self.apply(node, event)
 
     def apply(self, node: NodeT, event: ev.Event) -> None:
-        """Apply ``event`` on ``node``, and do what its core asks for."""
         for instruction in node.core.apply(event):
             self.perform(node, instruction)
 
@@ -374,7 +371,6 @@ class Cluster(ABC, Generic[NodeT]):
     # What a core asks for.
 
     def perform(self, node: NodeT, instruction: ev.Instruction) -> None:
-        """Do what the core of ``node`` asks for."""
         match instruction:
             case ev.Send(task, peer, consumed, copy):
                 arrived = ev.Arrived(node.step, task, self.output_bytes(node, task), consumed)
@@ -448,7 +444,6 @@ class TimedCluster(Cluster[NodeT]):
         return self.queue.now
 
     def wake(self, node: NodeT, seconds: float, pause: int) -> None:
-        """After these seconds of virtual time."""
         self.queue.put(self.queue.now + seconds, node.rank, self._pause_over, pause)
 
     def _pause_over(self, rank: int, pause: int) -> None:

@@ -44,27 +44,22 @@ class Node:
 
     @property
     def step(self) -> StepId:
-        """The step that it is in, or was in last."""
         assert self.step_or_none is not None, f"{self.rank.name} has not opened a step"
         return self.step_or_none
 
     @property
     def num_opened(self) -> int:
-        """Steps begun."""
         return len(self.orders)
 
     @property
     def order(self) -> list[Task]:
-        """The tasks of this step, as they were enqueued."""
         return self.orders[-1]
 
     @property
     def num_completed(self) -> int:
-        """How many tasks of this step have completed."""
         return len(self.order) - len(self.lane)
 
     def open_step(self, step: StepId) -> None:
-        """Its next step begins, with nothing enqueued."""
         self.step_or_none = step
         self.orders.append([])
         self.num_begun = 0

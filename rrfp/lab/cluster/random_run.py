@@ -92,12 +92,7 @@ class RandomRun(Cluster[Node]):
         def node(rank: Rank) -> Node:
             limit, is_forced = limits[rank.stage], bool(in_order)
             checker = RankChecker(
-                rank,
-                graph,
-                limit,
-                visits_of=self._visits_of,
-                is_forced=is_forced,
-                claims=claims if replicas > 1 else 0,
+                rank, graph, limit, visits_of=self._visits_of, is_forced=is_forced, claims=claims if replicas > 1 else 0
             )
             return Node(rank, core(rank), checker)
 
@@ -132,7 +127,6 @@ class RandomRun(Cluster[Node]):
         self._in_groups: dict[tuple[Rank, Rank], deque[Envelope]] = {}
 
     def order_of(self, stage: int, member: int) -> list[list[Task]]:
-        """For each step, the tasks as ``member`` of ``stage`` enqueued them."""
         return self.nodes[stage * self.members + member].orders
 
     def most_bytes(self, stage: int, member: int) -> int:
@@ -223,7 +217,6 @@ class RandomRun(Cluster[Node]):
         return replace(opened, pool=ev.Pool(node.rank.replica, self._replicas, homes, self._claims, self._paces))
 
     def opened(self, step: StepId) -> ev.StepOpened:
-        """The event that opens ``step``, with its visits."""
         return replace(super().opened(step), visits=self._visits_of(step))
 
     def _visits_of(self, step: StepId) -> Visits:
@@ -236,7 +229,6 @@ class RandomRun(Cluster[Node]):
         return self._random.random()
 
     def wake(self, node: Node, seconds: float, pause: int) -> None:
-        """At some time."""
         self._pending.append((self.pause_over, (node, pause)))
 
     def send(self, packet: Envelope) -> None:
@@ -253,15 +245,12 @@ class RandomRun(Cluster[Node]):
         """It ends at some time."""
 
     def allow_step(self, nodes: Sequence[Node]) -> None:
-        """They open their next step at some time."""
         self._pending += [(self.open_step, (node,)) for node in sorted(nodes, key=lambda node: node.rank)]
 
     def release(self, node: Node, released: ev.SendReleased) -> None:
-        """The memory becomes free at some time."""
         self._pending.append((self.notify, (node, released)))
 
     def reduce(self, node: Node, virtual_stage: int) -> None:
-        """The gradients are final at some time."""
         self._pending.append((self.notify, (node, ev.ChunkReduced(virtual_stage))))
 
     def enqueued(self, node: Node, task: Task) -> None:
@@ -278,7 +267,6 @@ class RandomRun(Cluster[Node]):
             self.allow_step([node])
 
     def bytes_held(self, node: Node, task: Task) -> int:
-        """What the test says."""
         return self._num_bytes(task) + self._more_bytes(node.rank.member, task)
 
     def output_bytes(self, node: Node, task: Task) -> int:

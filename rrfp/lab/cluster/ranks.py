@@ -23,7 +23,6 @@ class Rank(int):
     name: str
 
     def __new__(cls, number: int, coordinate: MeshPosition, name: str) -> Rank:
-        """Make one; see the class."""
         self = super().__new__(cls, number)
         self.stage, self.replica, self.member = coordinate
         self.name = name

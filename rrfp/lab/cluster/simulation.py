@@ -75,7 +75,6 @@ class TensorParallelResult(EngineResult):
 
     @property
     def ranks(self) -> int:
-        """T, ranks a group."""
         return len(self.orders[0])
 
     @cached_property
@@ -97,11 +96,6 @@ class TensorParallelResult(EngineResult):
     def coordination_share(self) -> float:
         """Part of the step that the mean stage lost to coordination, 0..1."""
         return sum(self.coordination) / (len(self.spans) * self.makespan) if self.makespan else 0.0
-
-    @property
-    def blocked_share(self) -> float:
-        """Part of the step in which the mean stage was blocked, 0..1."""
-        return sum(self.blocked) / (len(self.spans) * self.makespan) if self.makespan else 0.0
 
     @property
     def rounds_per_task(self) -> float:
@@ -173,7 +167,6 @@ class GroupTimeline:
         self._wait(None if self._is_running else cause, now)
 
     def end(self, now: float) -> None:
-        """The step is over."""
         self._wait(None, now)
 
     def _wait_cause(self) -> WaitCause:
@@ -252,7 +245,6 @@ class GroupRun(TimedCluster[Node]):
         return replace(super().opened(step), size_correlation=self._size_correlation)
 
     def run(self) -> TensorParallelResult:
-        """Simulate the step."""
         for node in self.nodes:
             self.open_step(node)
         for timeline in self._timelines:
@@ -300,7 +292,6 @@ class GroupRun(TimedCluster[Node]):
         """There is one step."""
 
     def mismatch(self, node: Node, task: Task, other: Task) -> None:
-        """Refuse it."""
         raise ProtocolError(
             f"collective mismatch on stage {node.rank.stage}: rank {node.rank.member} runs {task} as number "
             f"{len(node.order) - 1} of the step, where another rank runs {other}"

@@ -8,15 +8,12 @@ from typing import Annotated
 import typer
 
 from rrfp.commands.command_line import Json, print_json
-from rrfp.lab.commands.options import REPLAYED, TRACE, Given, wishes_of, with_options
-from rrfp.lab.commands.sweep import progress_bar
+from rrfp.lab.commands.options import REPLAYED, TRACE, Given, progress_bar, wishes_of, with_options
 
 
 @with_options(*REPLAYED, behind="trace")
 def advise(
-    given: Given,
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help=TRACE)],
-    json: Json = False,
+    given: Given, trace: Annotated[Path, typer.Argument(metavar="TRACE", help=TRACE)], json: Json = False
 ) -> None:
     """Show what slows recorded steps down, and what settings would change: the engine replays them."""
     from rrfp.lab.advice.advice import advise_file

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -11,7 +10,8 @@ import typer
 
 from rrfp.commands.command_line import Json, print_json
 from rrfp.errors import ConfigError, RrfpError
-from rrfp.lab.commands.options import listed, option
+from rrfp.lab.commands.options import listed, option, progress_bar
+from rrfp.laboratory import load
 from rrfp.model.placement import Layout
 from rrfp.model.tasks import Kind, Mode
 from rrfp.tables import Column, print_table
@@ -45,35 +45,18 @@ def _numbers(name: str, metavar: str, help: str, otherwise: str = "") -> Any:
     return option(name, metavar, help, check=check)
 
 
-def _names(name: str, metavar: str, help: str, known: Callable[[], Iterable[str]]) -> Any:
-    """An option that lists ``known`` names."""
+def _names(name: str, metavar: str, help: str, known: Iterable[str] | str) -> Any:
+    """An option that lists ``known`` names, or those of that name among the explorer's cases."""
+
+    def names() -> list[str]:
+        found = load(f"rrfp.lab.explore.cases:{known}") if isinstance(known, str) else known
+        return [str(each) for each in get_args(found) or found]
 
     def check(text: str) -> None:
-        names = [str(each) for each in known()]
-        if text not in names:
-            raise ConfigError(f"{name} has {text!r}, must be among: {', '.join(names)}, separated by commas")
+        if text not in names():
+            raise ConfigError(f"{name} has {text!r}, must be among: {', '.join(names())}, separated by commas")
 
-    return option(name, metavar, help, check=check, values=known)
-
-
-def _layouts() -> Iterable[str]:
-    return get_args(Layout)
-
-
-def _backwards() -> Iterable[str]:
-    from rrfp.lab.explore.cases import Backward
-
-    return get_args(Backward)
-
-
-def _rules() -> Iterable[str]:
-    from rrfp.lab.explore.cases import RULE_NAMES
-
-    return RULE_NAMES
-
-
-def _orders() -> Iterable[str]:
-    return ("none", *Kind, "natural")
+    return option(name, metavar, help, check=check, values=names)
 
 
 def _in_order(name: str) -> InOrder | None:
@@ -82,23 +65,19 @@ def _in_order(name: str) -> InOrder | None:
     return "natural" if name == "natural" else Kind(name)
 
 
-def _places() -> Iterable[str]:
-    from rrfp.lab.explore.cases import Where
-
-    return get_args(Where)
-
-
 def admission(
     stages: Annotated[str, _numbers("stages", "N,..", "Numbers of stages.")] = "1,2,3",
     microbatches: Annotated[str, _numbers("microbatches", "M,..", "Numbers of microbatches.")] = "1,2,3",
     chunks: Annotated[str, _numbers("chunks", "C,..", "Numbers of chunks a stage.")] = "1,2",
-    placement: Annotated[str, _names("placement", "looped,v", "Placements of chunks.", _layouts)] = "looped,v",
-    backward: Annotated[str, _names("backward", "whole,split,mixed", _BACKWARD, _backwards)] = "whole,split",
-    mode: Annotated[str, _names("mode", "train,forward", _MODE, lambda: Mode)] = "train,forward",
+    placement: Annotated[str, _names("placement", "looped,v", "Placements of chunks.", get_args(Layout))] = "looped,v",
+    backward: Annotated[str, _names("backward", "whole,split,mixed", _BACKWARD, "Backward")] = "whole,split",
+    mode: Annotated[str, _names("mode", "train,forward", _MODE, Mode)] = "train,forward",
     limit: Annotated[str, _numbers("limit", "K,..,1f1b", _LIMIT, "1f1b")] = "1,2,3,4,1f1b",
-    rule: Annotated[str, _names("rule", "NAME,..", _RULE, _rules)] = "staircase",
-    in_order: Annotated[str | None, _names("in-order", "none,F,B,W,natural", _IN_ORDER, _orders)] = None,
-    where: Annotated[str, _names("where", "all,last,middle", _WHERE, _places)] = "all",
+    rule: Annotated[str, _names("rule", "NAME,..", _RULE, "RULE_NAMES")] = "staircase",
+    in_order: Annotated[
+        str | None, _names("in-order", "none,F,B,W,natural", _IN_ORDER, ("none", *Kind, "natural"))
+    ] = None,
+    where: Annotated[str, _names("where", "all,last,middle", _WHERE, "Where")] = "all",
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
     json: Json = False,
 ) -> None:
@@ -126,8 +105,7 @@ def admission(
         few = [number for number in grid.stages if number <= _FEW_STAGES]
         cases += replace(grid, stages=few, in_order=[Kind.B, "natural"])
     _check_sizes(cases)
-    with _shown(cases, quiet=json) as shown:
-        done = list(explored(shown, reduce=False if full else None))
+    done = list(explored(_shown(cases, quiet=json), reduce=False if full else None))
     if not done:
         raise ConfigError("no case is left: limits above M, or an order of a kind that no virtual stage runs")
     bad = [explored_case for explored_case in done if not explored_case.is_safe]
@@ -152,24 +130,13 @@ def _check_sizes(cases: Iterable[ChainCase]) -> None:
             )
 
 
-@contextmanager
-def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[Iterable[ChainCase]]:
+def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[ChainCase]:
     """The cases, with a bar on a terminal that names each."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=len(cases))
-
-        def named() -> Iterator[ChainCase]:
-            for case in cases:
-                bar.update(task, description=str(case))
-                yield case
-                bar.advance(task)
-
-        yield named()
+    with progress_bar(len(cases), quiet=quiet) as advance:
+        for case in cases:
+            advance(0, str(case))
+            yield case
+            advance(1, str(case))
 
 
 def _worst(bad: list[Explored[ChainCase]]) -> str:

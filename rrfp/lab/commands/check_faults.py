@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rrfp.commands.command_line import Json, known_hints, print_json
-from rrfp.errors import ConfigError, Faults, RrfpError
-from rrfp.lab.commands.options import option
+from rrfp.errors import Faults, RrfpError
+from rrfp.lab.commands.options import option, progress_bar
 from rrfp.lab.sweep.experiment import HINT_FORMS
 from rrfp.tables import Column, print_table
 
@@ -40,12 +39,10 @@ def faults(
     from rrfp.hints.registry import named_or_loaded_hint
 
     with Faults() as wrong:
-        with wrong.kept():
-            if runs is not None and runs < 1:
-                raise ConfigError(f"runs is {runs}, must be at least 1")
-        with wrong.kept():
-            if runs is not None and trace:
-                raise ConfigError("--trace goes with one run: leave --runs out")
+        if runs is not None and runs < 1:
+            wrong.keep(f"runs is {runs}, must be at least 1")
+        if runs is not None and trace:
+            wrong.keep("--trace goes with one run: leave --runs out")
     spec = None if hint is None else named_or_loaded_hint(hint)
     suffix = "" if hint is None else f" --hint {hint}"
     if runs is None:
@@ -93,17 +90,15 @@ def _failure(seed: int, problem: str, suffix: str) -> str:
     return f"seed {seed} failed: {problem}; replay it with: {replay_command(seed)}{suffix} --trace"
 
 
-def _shown(seeds: range, *, quiet: bool) -> Iterable[int]:
+def _shown(seeds: range, *, quiet: bool) -> Iterator[int]:
     """``seeds``, with a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(seeds, "runs", console=console, transient=True, disable=quiet or not sys.stderr.isatty())
+    with progress_bar(len(seeds), quiet=quiet) as advance:
+        for seed in seeds:
+            yield seed
+            advance()
 
 
 def _print_endings(campaign: Campaign) -> None:
-    """One row for each kind of fault."""
     from rrfp.lab.faults.checker import Ending
 
     rows = sorted(campaign.endings.items())

@@ -135,7 +135,6 @@ def _sizes(measured: MeasuredCosts) -> str:
 
 
 def _print_table(measured: MeasuredCosts) -> None:
-    """A row for each virtual stage."""
     costs = measured.table
     numbers = range(costs.num_virtual_stages)
     is_plain = costs.chunks == 1 and costs.graph is None

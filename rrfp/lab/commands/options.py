@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
@@ -110,12 +111,10 @@ def check_output(path: Path, *inputs: str | Path) -> None:
 
 
 def options_of(cls: type[Any], panel: str) -> list[Parameter]:
-    """The options of a dataclass, in the order of its fields."""
     return [_option(cls, each, panel) for each in fields(cls) if each.metadata]
 
 
 def as_parameter(name: str, kind: Any, info: Any) -> Parameter:
-    """An option with no default."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
 
 
@@ -220,14 +219,11 @@ class MethodCommand(Command):
         with Faults() as faults:
             for name, reason in reasons.items():
                 if name in named and is_strict:
-                    with faults.kept():
-                        raise ConfigError(f"--{name} goes with --hint; {reason}")
+                    faults.keep(f"--{name} goes with --hint; {reason}")
             if "sends" in named and "strict" not in named:
-                with faults.kept():
-                    raise ConfigError("--sends goes with --strict; readiness-driven stages never wait to send")
+                faults.keep("--sends goes with --strict; readiness-driven stages never wait to send")
             if "coordination" in named and "tp" not in named:
-                with faults.kept():
-                    raise ConfigError("--coordination goes with --tp; one rank agrees with itself")
+                faults.keep("--coordination goes with --tp; one rank agrees with itself")
 
 
 def methods_of(given: Given) -> list[SimulatedMethod]:
@@ -276,6 +272,25 @@ def warn_of_serial_chunks(experiments: Iterable[Experiment]) -> None:
         )
 
 
+@contextmanager
+def progress_bar(total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal's stderr; gives what advances it by one, or shows a text behind it."""
+    from rich import progress
+    from rich.console import Console
+
+    console, text = Console(stderr=True), progress.TextColumn("{task.description}", markup=False)
+    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    columns = ("runs", progress.BarColumn(), progress.MofNCompleteColumn(), *times, text)
+    hidden = quiet or not console.is_terminal
+    with progress.Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(by: int = 1, text: str = "") -> None:
+            bar.update(task, advance=by, description=text)
+
+        yield advance
+
+
 #: Tasks that a timeline can hold: beyond it takes minutes to draw and is too small to read.
 MOST_BOXES = 20_000
 
@@ -302,7 +317,6 @@ def checked_window(path: Path | None, start_ms: float | None, end_ms: float | No
 
 
 def check_tasks(tasks: int, instead: str) -> None:
-    """Refuse a timeline of too many tasks."""
     if tasks > MOST_BOXES:
         raise ConfigError(f"a timeline shows at most {MOST_BOXES} tasks, this step has {tasks}: {instead}")
 
@@ -370,5 +384,4 @@ class ReplayCommand(Command):
         with Faults() as faults:
             for name in ("hint", "limit"):
                 if "strict" in named and name in named:
-                    with faults.kept():
-                        raise ConfigError(f"--{name} goes without --strict: a schedule is the order of all tasks")
+                    faults.keep(f"--{name} goes without --strict: a schedule is the order of all tasks")

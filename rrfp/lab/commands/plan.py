@@ -19,10 +19,10 @@ from rrfp.lab.commands.options import (
     at_least,
     check_output,
     listed,
+    progress_bar,
     wishes_of,
     with_options,
 )
-from rrfp.lab.commands.sweep import progress_bar
 from rrfp.plain import whole
 
 _TRACE = f"{TRACE} Without one: what --layers has, where nothing has run yet."
@@ -87,6 +87,5 @@ def plan(
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
-    """The numbers between commas."""
     values = [] if text is None else listed("microbatches", text)
     return tuple(whole("microbatches", int(value) if value.isdecimal() else value, 1) for value in values)

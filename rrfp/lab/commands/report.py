@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from rrfp.commands.command_line import Json, print_json
-from rrfp.errors import ConfigError, Faults
-from rrfp.lab.commands.options import at_least, check_output
-from rrfp.lab.commands.sweep import progress_bar
+from rrfp.errors import Faults
+from rrfp.lab.commands.options import at_least, check_output, progress_bar
 
 _TRACES = "One trace (Chrome JSON) written by rrfp, or two to compare."
 _OUT = "The page to write."
@@ -37,8 +36,7 @@ def report(
 
     with Faults() as faults:
         if len(traces) > _MOST:
-            with faults.kept():
-                raise ConfigError(f"TRACE is given {len(traces)} times, must be given once, or twice to compare")
+            faults.keep(f"TRACE is given {len(traces)} times, must be given once, or twice to compare")
         with faults.kept():
             check_output(out, *traces)
         with faults.kept():

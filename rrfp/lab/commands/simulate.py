@@ -62,15 +62,13 @@ class SimulateCommand(MethodCommand):
             with faults.kept():
                 super().check_together(named)
             if "hint" in named and "strict" in named:
-                with faults.kept():
-                    raise ConfigError("--hint and --strict exclude each other: rrfp sweep compares methods")
+                faults.keep("--hint and --strict exclude each other: rrfp sweep compares methods")
 
 
 def _check_source(named: Collection[str]) -> None:
     with Faults() as faults:
         if ("costs" in named) == ("profile" in named):
-            with faults.kept():
-                raise ConfigError("exactly one of --costs FILE and --profile multimodal is needed")
+            faults.keep("exactly one of --costs FILE and --profile multimodal is needed")
         for name in (*(field.name for field in fields(MultimodalWorkload)), "save_costs"):
             if name in named and "profile" not in named:
                 with faults.kept():
@@ -78,8 +76,7 @@ def _check_source(named: Collection[str]) -> None:
                     raise ConfigError(f"--{name.replace('_', '-')} goes with --profile multimodal{how}")
         for name in ("sizes", "tp"):
             if name in named and "costs" not in named:
-                with faults.kept():
-                    raise ConfigError(f"--{name} goes with --costs")
+                faults.keep(f"--{name} goes with --costs")
 
 
 def _check_profile(text: str) -> None:
@@ -121,7 +118,8 @@ def simulate(
         with faults.kept():
             workload = _graph(given) if costs is None else options.filled(CostFile, given)
             if timeline is not None:
-                check_size(workload.costs())
+                tasks, instead = workload.costs().num_tasks, "take fewer stages or microbatches, or --trace FILE.json"
+                check_tasks(tasks, f"{instead} for Perfetto")
         with faults.kept():
             window = checked_window(timeline, from_ms, to_ms)
         for path in (trace, save_costs):
@@ -157,15 +155,9 @@ def _graph(given: Given) -> MultimodalWorkload:
     return options.filled(MultimodalWorkload, given)
 
 
-def check_size(costs: CostTable) -> None:
-    """Refuse the timeline of a step with too many tasks, before it runs."""
-    check_tasks(costs.num_tasks, "take fewer stages or microbatches, or --trace FILE.json for Perfetto")
-
-
 def write_pictures(
     title: str, simulation: Simulation, timeline: Path | None, window: TimeWindow, trace: Path | None
 ) -> None:
-    """Draw the timeline and write the trace, where they are wanted."""
     graph = simulation.costs.graph
     if timeline is not None:
         from rrfp.lab.traces.timeline import plot_timelines
@@ -182,7 +174,6 @@ def write_pictures(
 
 
 def show_run(title: str, simulation: Simulation) -> None:
-    """Print the table and the makespan beside its lower bound."""
     console = terminal()
     console.print(f"{title}: {_size(simulation.costs)}", soft_wrap=True)
     _print_stages(simulation)
@@ -201,7 +192,6 @@ def show_groups(run: TensorParallelSimulation) -> None:
 
 
 def _size(costs: CostTable) -> str:
-    """How large a step is, in a few words."""
     chunks = "" if costs.chunks == 1 else f" x {costs.chunks} chunks ({costs.placement})"
     if costs.graph is not None:
         chunks = f", a graph of {costs.num_virtual_stages} virtual stages"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,7 @@ from rrfp.lab.commands.options import (
     listed,
     option,
     options_of,
+    progress_bar,
     with_options,
 )
 from rrfp.lab.sweep.experiment import RECORD_SPLIT, Experiment, SimulatedMethod
@@ -157,8 +158,7 @@ class SweepCommand(MethodCommand):
             with faults.kept():
                 _check_source(named)
             if not {"hint", "strict"} & set(named):
-                with faults.kept():
-                    raise ConfigError("at least one of --hint NAME and --strict NAME is needed (names: rrfp hints)")
+                faults.keep("at least one of --hint NAME and --strict NAME is needed (names: rrfp hints)")
             with faults.kept():
                 super().check_together(named)
 
@@ -244,14 +244,12 @@ def _profiles(given: Given) -> list[Workload]:
 
 
 def _files(given: Given) -> list[CostFile]:
-    """Every file with every number of ranks."""
     paths = listed("costs", ",".join(given["costs"]))
     others = list(options.combinations(CostFile, given, but=("costs_file",)))
     return [CostFile(costs_file=path, **values) for path in paths for values in others]
 
 
 def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
-    """Write a cost file for each profile's workload into ``folder``."""
     from rrfp.costs import write_costs
 
     try:
@@ -266,11 +264,11 @@ def _save_costs(folder: Path, experiments: Sequence[Experiment]) -> None:
 
 
 def _check_plot(path: Path, experiments: Sequence[Experiment]) -> None:
-    """Refuse a picture that could not be drawn, before anything runs."""
     from rrfp.lab.sweep.plot import check_size
 
     methods = {experiment.method for experiment in experiments}
-    workloads = {experiment.workload.without_seed() for experiment in experiments}
+    every = {experiment.workload for experiment in experiments}
+    workloads = {replace(each, seed=0) if isinstance(each, Workload) else each for each in every}
     with Faults() as faults:
         with faults.kept():
             check_picture(path, "a plot")
@@ -306,23 +304,3 @@ def _run(
     if not result.rows:
         raise ConfigError(result.skipped[0].reason)
     return result
-
-
-@contextmanager
-def progress_bar(total: int | None = None) -> Iterator[Any]:
-    """A bar on a terminal's stderr; gives what advances it by one."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.update(task, advance=1)

@@ -71,7 +71,6 @@ def trace(
 
 
 def _tell(runs: Sequence[tuple[Path, TracedRun]], wanted: Sequence[int] | None, task: Task, *, json: bool) -> None:
-    """The story of a task in each run."""
     from rrfp.lab.traces.task_story import task_story
 
     stories: list[dict[str, Any]] = []
@@ -195,7 +194,6 @@ class TracedStage:
     peak_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """The breakdown's plain data with the stage's number and peaks."""
         peaks = {"peak_held": self.peak_held, "peak_bytes": self.peak_bytes}
         return {"stage": self.stage, **self.part.to_json(), **peaks}
 
@@ -246,7 +244,6 @@ class RunReport:
 
     @property
     def seconds(self) -> float:
-        """The mean time of a step."""
         return fmean(report.seconds for report in self.steps)
 
     @property

@@ -29,7 +29,11 @@ class DemoFailedError(RrfpError):
     """A worker failed, or torchrun was killed."""
 
 
-def run_workers(settings: DemoSettings, log: Path) -> Iterator[Mapping[str, Any]]:
+#: What rank 0 prints, line by line.
+Lines = Iterator[Mapping[str, Any]]
+
+
+def run_workers(settings: DemoSettings, log: Path) -> Lines:
     """Yield each line of rank 0; leaves no process behind, whatever the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.stages)]
     command += ["--monitor-interval", str(timeouts.MONITOR_S)]
@@ -113,7 +117,6 @@ def _parse(text: str) -> Mapping[str, Any] | None:
 
 
 def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
-    """Run the demo and print its table, or its JSON."""
     load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
     out = _prepare(settings)
     has_picture, has_page = _can(require_matplotlib, "timeline.png"), _can(require_library, PAGE)
@@ -132,9 +135,8 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> None:
     console = terminal()
     console.print(f"written to {out}/: {', '.join(names)}")
     if has_page:
-        console.print(
-            f"open {out / PAGE} in a browser: a fixed order and a readiness-driven one, task by task", soft_wrap=True
-        )
+        shows = "a fixed order and a readiness-driven one, task by task"
+        console.print(f"open {out / PAGE} in a browser: {shows}", soft_wrap=True)
     console.print("the traces open in https://ui.perfetto.dev")
 
 
@@ -165,7 +167,7 @@ def _prepare(settings: DemoSettings) -> Path:
     return out
 
 
-def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Iterator[Mapping[str, Any]]:
+def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Lines:
     """The lines of rank 0, with a bar or a line for each step."""
     lines = run_workers(settings, out / "workers.log")
     console = Console(stderr=True)
@@ -174,16 +176,8 @@ def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Iterato
     return lines if quiet else _with_lines(settings, lines)
 
 
-def _with_bar(
-    settings: DemoSettings, console: Console, lines: Iterator[Mapping[str, Any]]
-) -> Iterator[Mapping[str, Any]]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+def _with_bar(settings: DemoSettings, console: Console, lines: Lines) -> Lines:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         total = len(settings.methods) * (settings.warm_up + settings.steps)
         bar = progress.add_task(f"starting {settings.stages} processes", total=total)
@@ -192,7 +186,7 @@ def _with_bar(
             yield line
 
 
-def _with_lines(settings: DemoSettings, lines: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _with_lines(settings: DemoSettings, lines: Lines) -> Lines:
     """A line when the processes start, and one for each step."""
     methods, steps = len(settings.methods), settings.warm_up + settings.steps
     _report(f"starting {settings.stages} processes: {methods} methods take turns for {steps} steps each")

@@ -72,7 +72,6 @@ def build_stages(config: GptConfig, num_stages: int, seed: int = 0) -> list[nn.M
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens of a microbatch."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -71,11 +71,9 @@ class Steps:
         return [lower_bound(settings.costs(step, method, split=True), None) for step in measured]
 
     def seconds(self, method: str) -> list[float]:
-        """Time of each measured step."""
         return [line["seconds"] for line in self._lines[method][self._settings.warm_up :]]
 
     def figures(self) -> dict[str, MethodFigures]:
-        """Every method's figures."""
         return {name: self._figures(name, method) for name, method in self._settings.methods.items()}
 
     def typical_step(self, method: str) -> int:
@@ -131,11 +129,7 @@ class DemoReport:
         if self._settings.deterministic:
             for method in methods:
                 methods[method]["weights_sha256"] = self.weights_sha256(method)
-        return {
-            "methods": methods,
-            "lower_bound_s": self.lower_bound_s,
-            "overrun_share": self.overrun_share,
-        }
+        return {"methods": methods, "lower_bound_s": self.lower_bound_s, "overrun_share": self.overrun_share}
 
     def weights_sha256(self, method: str) -> str:
         """The digest of the trained model, however the method cuts it."""
@@ -165,7 +159,6 @@ class DemoReport:
         return names
 
     def show(self) -> None:
-        """Print the figures, a row for each method."""
         settings, console = self._settings, terminal()
         head = f"{settings.stages} stages, {settings.microbatches} microbatches, {settings.steps} steps a method"
         console.print(head, soft_wrap=True)

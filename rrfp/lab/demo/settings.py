@@ -44,7 +44,6 @@ class DemoMethod:
     placement: Layout = "looped"
 
     def options(self) -> dict[str, Any]:
-        """The options of its `rrfp.Pipeline`."""
         hint = None if self.hint is None else named_or_loaded_hint(self.hint)
         cut = {"split": self.split, "chunks": self.chunks, "placement": self.placement}
         return {"strict": self.strict, "hint": hint, "limit": self.limit, **cut}
@@ -56,7 +55,6 @@ class DemoMethod:
         return replace(method.traced(Topology(0, stages), is_serial=False), takes_offers=True)
 
     def graph(self, stages: int) -> TaskGraph:
-        """Its virtual stages on ``stages`` stages."""
         return TaskGraph.chain(stages, chunks=self.chunks, layout=self.placement, split=self.split)
 
 
@@ -166,8 +164,7 @@ class DemoSettings:
         layers = GptConfig().layers
         with Faults() as faults:
             if not 2 <= self.stages <= layers:
-                with faults.kept():
-                    raise ConfigError(f"stages is {self.stages}, must be 2..{layers} (the model has {layers} layers)")
+                faults.keep(f"stages is {self.stages}, must be 2..{layers} (the model has {layers} layers)")
             for field, least in (("microbatches", 1), ("steps", 1), ("warm_up", 0), ("seed", 0)):
                 if getattr(self, field) < least:
                     with faults.kept():
@@ -182,12 +179,10 @@ class DemoSettings:
         return demo_methods(self.hint, self.limit, self.split)
 
     def to_json(self) -> str:
-        """One line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> DemoSettings:
-        """Read `to_json`'s line back."""
         return cls(**json.loads(text))
 
     def costs(self, step: int, method: DemoMethod, *, split: bool | None = None) -> CostTable:

@@ -3,7 +3,6 @@
 A batch depends on the seed and the step alone, so every rank makes the same batch and none is sent.
 """
 
-import itertools
 import os
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,9 +16,6 @@ from rrfp.errors import ConfigError
 
 #: Inputs and targets of a microbatch: bytes as int64, microbatch size x length, the targets one byte further on.
 Microbatch = tuple[Tensor, Tensor]
-
-#: Ragged microbatches are at least this part of the longest.
-SHORTEST = 0.25
 
 
 def load_text(
@@ -57,14 +53,12 @@ def _reason(error: OSError | ValueError) -> str:
 def batches(
     text: bytes,
     *,
-    steps: int | None = None,
+    steps: int,
     microbatches: int,
     microbatch_size: int,
     sequence_length: int,
     # >= 0; the same arguments give the same batches, and more steps the same first ones.
     seed: int = 0,
-    # Whether microbatches differ in length, from a quarter of ``sequence_length`` up to all of it.
-    ragged: bool = False,
 ) -> Iterator[list[Microbatch]]:
     """The batch of each step, a list by microbatch."""
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size, "sequence_length": sequence_length}
@@ -76,18 +70,12 @@ def batches(
     if len(text) <= sequence_length:
         raise ConfigError(f"the text has {len(text)} bytes, must have at least {sequence_length + 1}")
     data = np.frombuffer(text, dtype=np.uint8)
-    shape = microbatches, microbatch_size, sequence_length
-    numbers = itertools.count() if steps is None else range(steps)
-    return (_batch(data, shape, np.random.default_rng([seed, step]), ragged) for step in numbers)
 
+    def batch(step: int) -> list[Microbatch]:
+        random = np.random.default_rng([seed, step])
+        return [_microbatch(data, microbatch_size, sequence_length, random) for _ in range(microbatches)]
 
-def _batch(
-    data: np.ndarray, shape: tuple[int, int, int], random: np.random.Generator, ragged: bool
-) -> list[Microbatch]:
-    microbatches, size, longest = shape
-    shortest = max(1, int(longest * SHORTEST)) if ragged else longest
-    lengths = random.integers(shortest, longest, size=microbatches, endpoint=True)
-    return [_microbatch(data, size, int(length), random) for length in lengths]
+    return map(batch, range(steps))
 
 
 def _microbatch(data: np.ndarray, size: int, length: int, random: np.random.Generator) -> Microbatch:

@@ -89,7 +89,6 @@ def weights_sha256(module: nn.Module) -> list[str]:
 
 
 def train(settings: DemoSettings, topology: Topology) -> None:
-    """Run all methods to the end."""
     text = load_text(settings.text, at_least=SEQUENCE_LENGTH + 1)
     runs = [MethodRun(name, settings, topology) for name in settings.methods]
     data = batches(
@@ -117,7 +116,6 @@ def train(settings: DemoSettings, topology: Topology) -> None:
 
 
 def report(method: str, number: int, result: StepResult) -> None:
-    """Print the result of a step for the command."""
     line = {
         "event": "step",
         "method": method,
@@ -144,7 +142,6 @@ def print_line(line: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Entry point under torchrun."""
     torch.set_num_threads(1)
     settings = DemoSettings.from_json(sys.argv[1])
     topology = Topology.from_env()

@@ -29,7 +29,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -160,9 +159,7 @@ class DoubleDevice(Device):
     def __enter__(self) -> DoubleDevice:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -211,6 +208,7 @@ class DoubleDevice(Device):
             return not any(region.is_on_host for _, region in self._memory.regions.of(tensor))
 
     def note_use(self, tensor: Tensor, stream: Stream) -> None:
+        """See :meth:`Device.note_use`."""
         assert isinstance(stream, DoubleStream)
         with self._timeline.changed:
             self._memory.note_use(tensor, stream.number)
@@ -242,6 +240,7 @@ class DoubleDevice(Device):
         return True
 
     def unpin(self, memory: Tensor) -> None:
+        """See :meth:`Device.unpin`."""
         self.pinned.remove((memory.data_ptr(), memory.nbytes))
 
     def memory(self) -> DeviceMemory:

@@ -46,7 +46,6 @@ class Memory:
         self._kept: list[torch.UntypedStorage] | None = None
 
     def begin(self, segment: Segment) -> None:
-        """Uncover what the segment may see."""
         self._segments.add(segment)
         self._check_reuse(segment)
         for region in self.regions:
@@ -102,7 +101,6 @@ class Memory:
         self.regions.sweep()
 
     def complete(self, work: Work) -> None:
-        """The device has run ``work``."""
         work.is_done = True
         self._pending.discard(work)
         for region in work.writes:

@@ -174,7 +174,6 @@ class Issuer:
         return self._here().stream
 
     def enter(self, stream: DoubleStream) -> None:
-        """Begin a block."""
         self._timeline.call()
         here = self._here()
         if any(block.stream is stream for block in here.blocks):
@@ -236,7 +235,6 @@ class Issuer:
             self._memory.allocate(tensor, number, self._here().segment)
 
     def _here(self) -> Issuing:
-        """The calling thread's."""
         if not hasattr(self._of_thread, "issuing"):
             self._of_thread.issuing = Issuing(Watch(self._use, self._made))
         here: Issuing = self._of_thread.issuing

@@ -128,7 +128,6 @@ class Timeline:
             raise DoubleError(self.error)
 
     def put(self, queue: Queue, item: Work | DoubleEvent | Barrier) -> None:
-        """Append an item to a stream."""
         with self.changed:
             if self.error is not None:
                 if isinstance(item, DoubleEvent):

@@ -3,7 +3,7 @@
 Combinations that say nothing are left out: a V of one chunk, the paper's rule of one chunk (it is the staircase there),
 a split or a forced B in a forward-only step, a forced W without W, and a limit above M, which never binds.
 
-docs/memory-rules.md proves the bounds, on chains and on any graph.
+docs/memory-rules.md proves the bounds.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from typing import Generic, Literal, Protocol, TypeVar
 
 from rrfp.core.ready_set import ForcedOrder, natural_order
 from rrfp.lab.explore.search import Exploration, Oracles, explore
 from rrfp.memory.admission import DEFAULT_RULE, OFFERED_RULES, RULES, Limit
-from rrfp.memory.banker import Banker
 from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
-from rrfp.model.placement import Layout, Placement, TablePlacement
+from rrfp.model.placement import Layout, Placement
 from rrfp.model.tasks import Kind, Mode
 from rrfp.model.visits import Visits
 
@@ -60,21 +59,6 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
     begun = [limit * chunks - kept for limit in limits]
     received = tuple(min(begun[: max(stage, 1)]) for stage in range(placement.stages))
     return Bounds(held, received, buffered)
-
-
-def graph_bounds_of(graph: TaskGraph, slots: Sequence[int], mode: Mode) -> Bounds:
-    """The bounds for any graph under the rule that ships, never the paper's."""
-    stage_of, stages = graph.stage_of, range(graph.placement.stages)
-    assert graph.edges is not None
-    crossing = [(u, v) for u, v in graph.edges if stage_of[u] != stage_of[v]]
-    feeders = [{stage_of[u] for u, v in crossing if stage_of[v] == stage} for stage in stages]
-    buffered = tuple(sum(slots[feeder] for feeder in sources) for sources in feeders)
-    if mode is Mode.FORWARD:
-        return Bounds(tuple(slots), buffered, buffered)
-    # A gradient that waits belongs to a microbatch that holds a slot here, on a chunk with so many readers elsewhere.
-    readers = [max(sum(u == v for u, _ in crossing) for v in graph.placement.virtual_stages(s)) for s in stages]
-    gradients = [most * count for most, count in zip(slots, readers, strict=True)]
-    return Bounds(tuple(slots), tuple(map(sum, zip(buffered, gradients, strict=True))), buffered)
 
 
 def _feeders(placement: Placement, stage: int) -> set[int]:
@@ -136,7 +120,7 @@ Where = Literal["all", "last", "middle"]
 
 
 class Explorable(Protocol):
-    """What can be explored: a `ChainCase`, or a `GraphCase`."""
+    """What can be explored, such as a `ChainCase`."""
 
     @property
     def graph(self) -> TaskGraph:
@@ -183,7 +167,6 @@ class ChainCase:
 
     @property
     def placement(self) -> Placement:
-        """Where virtual stages live."""
         return Placement(self.stages, self.chunks, self.layout)
 
     @property
@@ -203,7 +186,6 @@ class ChainCase:
 
     @property
     def forced(self) -> list[ForcedOrder]:
-        """What runs in microbatch order."""
         if self.in_order is None:
             return []
         graph, count = self.graph, self.stages * self.chunks
@@ -333,126 +315,7 @@ def explored(cases: Iterable[CaseT_co], *, reduce: bool | None = None) -> Iterat
         yield Explored(case, exploration, time.process_time() - start)
 
 
-# Pipelines that need not be chains: every small graph, on every placement. Limits count the slots of each stage, from
-# the fewest that are legal: those that one microbatch takes there.
-
-#: The rules by name. "hybrid" is what ships, "banker" its one half on every stage, and "staircase" the other, with the
-#: reserve rule where an order is forced: that one is wrong where branches join.
-GRAPH_RULES = ("hybrid", "banker", "staircase")
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLimit(Limit):
-    """A limit on the chunk tasks of a stage, whatever its chunks."""
-
-    #: The slots, at least 1.
-    chunk_tasks: int = 1
-
-    def slots(self, chunks: int) -> int:
-        return self.chunk_tasks
-
-
-@dataclass(frozen=True, slots=True)
-class GraphCase:
-    """One pipeline under one rule."""
-
-    #: The stage of each virtual stage.
-    table: tuple[int, ...]
-    #: Pairs (u, v), u < v: v reads u.
-    edges: tuple[tuple[int, int], ...]
-    microbatches: int
-    #: Of each stage, in chunk tasks.
-    slots: tuple[int, ...]
-    #: What each microbatch visits; None: everything.
-    visits: Visits | None = None
-    is_split: bool = False
-    #: Training or forward only.
-    mode: Mode = Mode.TRAIN
-    #: a name of `GRAPH_RULES`.
-    rule: str = "hybrid"
-    in_order: tuple[ForcedOrder, ...] = ()
-
-    @property
-    def graph(self) -> TaskGraph:
-        return TaskGraph(TablePlacement(self.table), self.edges, (self.is_split,) * len(self.table))
-
-    @property
-    def bounds(self) -> Bounds:
-        """What every rule promises; docs/memory-rules.md says why."""
-        return graph_bounds_of(self.graph, self.slots, self.mode)
-
-    @property
-    def _admission(self) -> type[MemoryRule] | None:
-        halves = {"banker": Banker, "staircase": Reserve if self.in_order else Staircase}
-        return halves.get(self.rule)
-
-    def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
-        """Explore it; arguments as of `rrfp.lab.explore.search.explore`."""
-        return explore(
-            self.graph,
-            self.microbatches,
-            [SlotLimit(chunk_tasks=slots) for slots in self.slots],
-            self.mode,
-            in_order=self.in_order,
-            admission=self._admission,
-            visits=self.visits,
-            reduce=reduce is not False,
-            oracles=oracles,
-        )
-
-    def __str__(self) -> str:
-        edges = " ".join(f"{u}->{v}" for u, v in self.edges) or "no edges"
-        skips = enumerate(self.visits.skipped if self.visits else ())
-        skipped = [f"{m} skips {' '.join(map(str, sorted(vs)))}" for m, vs in skips if vs]
-        step = "forward only" if self.mode is Mode.FORWARD else "split backward" if self.is_split else "whole backward"
-        order = [f"{kind}@{v}" for kind, v in self.in_order]
-        parts = [
-            f"{edges} on stages {' '.join(map(str, self.table))}",
-            f"M={self.microbatches}, {step}, slots {' '.join(map(str, self.slots))}, {self.rule}",
-            *skipped,
-            *([f"in order {' '.join(order)}"] if order else []),
-        ]
-        return ", ".join(parts)
-
-
-def graphs_of(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The edges of every acyclic graph of ``count`` virtual stages."""
-    pairs = list(combinations(range(count), 2))
-    for kept in product((False, True), repeat=len(pairs)):
-        yield tuple(pair for pair, is_kept in zip(pairs, kept, strict=True) if is_kept)
-
-
-def tables_of(count: int) -> Iterator[tuple[int, ...]]:
-    """Every placement of virtual stages, up to the stages' numbers."""
-    for table in product(range(count), repeat=count):
-        if all(stage <= max(table[:v], default=-1) + 1 for v, stage in enumerate(table)):
-            yield table
-
-
-def slots_of(
-    table: Sequence[int],
-    microbatches: int,
-    visits: Visits | None = None,
-    # So many slots above the fewest at most; None: no bound.
-    most_spare: int | None = None,
-) -> Iterator[tuple[int, ...]]:
-    """Every limit, from the fewest slots of one microbatch upwards."""
-    choices = []
-    for stage in range(max(table) + 1):
-        here = {v for v, at in enumerate(table) if at == stage}
-        taken = [len(here - (visits.skipped_by(m) if visits else frozenset())) for m in range(microbatches)]
-        fewest, most = max(1, *taken), max(1, sum(taken))
-        spare = most - fewest if most_spare is None else min(most_spare, most - fewest)
-        choices.append(range(fewest, fewest + spare + 1))
-    yield from product(*choices)
-
-
 def random_visits(count: int, microbatches: int, rng: random.Random, share: float = 0.3) -> Visits:
     """Each microbatch skips some of ``count`` virtual stages by chance."""
     skipped = [frozenset(v for v in range(count) if rng.random() < share) for _ in range(microbatches)]
     return Visits(microbatches, tuple(skipped))
-
-
-def everywhere(kind: Kind, count: int) -> tuple[ForcedOrder, ...]:
-    """``kind`` in microbatch order on all of ``count`` virtual stages."""
-    return tuple((kind, v) for v in range(count))

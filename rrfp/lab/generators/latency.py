@@ -38,6 +38,12 @@ SPIKE_PROBABILITY, SPIKE_LONGEST = 0.21, 0.030
 #: middle. The times follow from it, the statistics, and the paper's longest message of 30 ms.
 BIMODAL_WIRE_FACTOR, BIMODAL_PROBABILITY, BIMODAL_SHORTEST, BIMODAL_LONGEST = 0.8, 0.375, 0.0223, 0.0293
 
+#: By model, the factor on wire times, and the chance, the least and the most of what is added to them.
+_LONGER = {
+    "spike": (1.0, SPIKE_PROBABILITY, 0.0, SPIKE_LONGEST),
+    "bimodal": (BIMODAL_WIRE_FACTOR, BIMODAL_PROBABILITY, BIMODAL_SHORTEST, BIMODAL_LONGEST),
+}
+
 
 def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) -> CostTable:
     """The same step with its latencies replaced. Every step has its own draws.
@@ -61,14 +67,10 @@ def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) 
     else:
         forward = _wire(RandomStream.WIRE_FORWARD, shape, seed, step)
         backward = _wire(RandomStream.WIRE_BACKWARD, shape, seed, step)
-    if name == "spike":
-        longer = (SPIKE_PROBABILITY, 0.0, SPIKE_LONGEST)
-        forward = forward + _delays(RandomStream.SPIKE_FORWARD, shape, seed, step, *longer)
-        backward = backward + _delays(RandomStream.SPIKE_BACKWARD, shape, seed, step, *longer)
-    if name == "bimodal":
-        longer = (BIMODAL_PROBABILITY, BIMODAL_SHORTEST, BIMODAL_LONGEST)
-        forward = BIMODAL_WIRE_FACTOR * forward + _delays(RandomStream.SPIKE_FORWARD, shape, seed, step, *longer)
-        backward = BIMODAL_WIRE_FACTOR * backward + _delays(RandomStream.SPIKE_BACKWARD, shape, seed, step, *longer)
+    if name in _LONGER:
+        factor, *longer = _LONGER[name]
+        forward = factor * forward + _delays(RandomStream.SPIKE_FORWARD, shape, seed, step, *longer)
+        backward = factor * backward + _delays(RandomStream.SPIKE_BACKWARD, shape, seed, step, *longer)
     forward, backward = replace(table, latency_forward=forward, latency_backward=backward).acting_latencies()
     return replace(table, latency_forward=forward, latency_backward=backward)
 
@@ -141,7 +143,6 @@ class RankLatencies:
 
     @property
     def ranks(self) -> int:
-        """T, the ranks of a group."""
         return int(self.forward.shape[2])
 
     @classmethod

@@ -15,7 +15,7 @@ from rrfp.costs.table import CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.cuts import LayerCosts
 from rrfp.model.placement import Placement
-from rrfp.plain import Reader, fields_of, number, read_json, shown, text, whole
+from rrfp.plain import Reader, fields_of, number, one_of, read_json, shown, text, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,6 @@ class ModelLayout:
 
     @property
     def placement(self) -> str:
-        """In words."""
         if self.where.chunks == 1:
             return "one chunk"
         return f"{self.where.chunks} chunks, {'V' if self.where.layout == 'v' else 'looped'}"
@@ -101,7 +100,6 @@ class Layers:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether something is ahead of the layers and behind them, as in a decoder."""
         return bool(self.names[0] and self.names[-1])
 
 
@@ -134,12 +132,6 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
     )
 
 
-def _placement(field: str, value: object, *, error: Any) -> Any:
-    if value not in ("looped", "v"):
-        raise error(field, f"is {shown(value)}, must be one of: looped, v")
-    return value
-
-
 def _list(reader: Reader, field: str, value: object, *, error: Any) -> list[Any]:
     if not isinstance(value, list):
         raise error(field, f"is {shown(value)}, must be a list")
@@ -153,11 +145,10 @@ def _piece(field: str, value: object, *, error: Any) -> dict[str, Any]:
 
 
 def _names(field: str, value: object, *, error: Any) -> tuple[str, ...]:
-    return tuple(each for each in _list(_any_text, field, value, error=error))
+    def any_text(name: str, each: object, *, error: Any) -> str:
+        return "" if each == "" else text(name, each, error=error)
 
-
-def _any_text(field: str, value: object, *, error: Any) -> str:
-    return "" if value == "" else text(field, value, error=error)
+    return tuple(_list(any_text, field, value, error=error))
 
 
 _SECONDS = partial(number, least=0)
@@ -166,7 +157,7 @@ _COUNT = partial(whole, least=1)
 _FIELDS: dict[str, Reader] = {
     "stages": _COUNT,
     "chunks": _COUNT,
-    "placement": _placement,
+    "placement": partial(one_of, ("looped", "v")),
     "cuts": partial(_list, _COUNT),
     "before": _piece,
     "layers": partial(_list, _piece),

@@ -73,7 +73,6 @@ class Basis:
 
     @classmethod
     def recorded(cls, adviser: Adviser) -> Self:
-        """Of a trace."""
         if adviser.job.strict == REPLAY:
             raise ConfigError(
                 f"{adviser.name}: the job replayed a logged step, must be one that chose its order itself"
@@ -152,7 +151,6 @@ def plans_of(
     ran: Callable[[], object],
     recomputed: Recomputed | None = None,
 ) -> Plans:
-    """The plans for a job."""
     num_bytes, costs = bytes_of(request.memory), basis.steps[0].costs
     if num_bytes is not None and costs.held is None:
         raise ConfigError(f"{basis.name}: the trace has no bytes, which --memory needs")

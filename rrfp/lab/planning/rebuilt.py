@@ -19,7 +19,7 @@ import numpy as np
 from rrfp.costs.table import MATRICES, Bits, CostTable, Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.causes import factors_of, split_backward
-from rrfp.lab.advice.recorded import RecordedStep, Rows, with_durations
+from rrfp.lab.advice.recorded import RecordedStep, with_durations
 from rrfp.lab.advice.replays import joined
 from rrfp.lab.planning.layers import Layers, ModelLayout
 from rrfp.model.placement import Placement
@@ -242,7 +242,6 @@ class RebuiltSteps:
     # Other layouts.
 
     def _draw_from(self) -> None:
-        """Collect what is drawn."""
         factors, costs = factors_of(self._recorded), self.costs
         kinds = [*costs.durations]
         self._gaps: dict[tuple[Kind, int], Matrix] = {}
@@ -370,13 +369,8 @@ def resized(steps: Sequence[RecordedStep], number: int, microbatches: int) -> Re
 
 def _merged(step: RecordedStep) -> RecordedStep:
     """Backward as one task, dispatched once."""
-    dispatch, order = (without_weights(each) for each in (step.dispatch, step.order))
+    dispatch, order = ({kind: rows[kind] for kind in (F, B)} for rows in (step.dispatch, step.order))
     return replace(step, costs=step.costs.to_unsplit(), dispatch=dispatch, order=order)
-
-
-def without_weights(rows: Rows) -> Rows:
-    """Without those of weight tasks."""
-    return {kind: own for kind, own in rows.items() if kind in (F, B)}
 
 
 def _check_layout(costs: CostTable, layers: Layers) -> None:

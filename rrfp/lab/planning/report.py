@@ -33,15 +33,7 @@ class Row:
     others: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        plain = {name: getattr(self, name) for name in ("name", "seconds", "held", "num_bytes", "placement", "layers")}
-        return {
-            **plain,
-            "settings": self.settings,
-            "saved": asdict(self.saved),
-            PLAN: None if self.plan is None else self.plan.to_plain(),
-            "others": dict(self.others),
-        }
+        return {**asdict(self), PLAN: None if self.plan is None else self.plan.to_plain()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +83,10 @@ class Plans:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the file's, whose field ``plan`` a pipeline takes."""
-        names = ("name", "steps", "left_out", "method", "measured", "predicted", "rebuilt", "tried", "skipped")
         best = None if self.best is None or self.best.plan is None else self.best.plan.to_plain()
-        return {
-            PLAN: best,
-            **{name: getattr(self, name) for name in names},
-            "now": self.now.to_json(),
-            "rows": [row.to_json() for row in self.rows],
-            "guessed": None if self.guessed is None else self.guessed.to_json(),
-            "peers": [row.to_json() for row in self.peers],
-            "assumed": list(self.assumed),
-            "doubt": self.doubt,
-            "is_interrupted": self.is_interrupted,
-        }
+        lists = {"rows": [row.to_json() for row in self.rows], "peers": [row.to_json() for row in self.peers]}
+        guessed = None if self.guessed is None else self.guessed.to_json()
+        return {PLAN: best, **asdict(self), **lists, "now": self.now.to_json(), "guessed": guessed}
 
     def __str__(self) -> str:
         beside = [] if self.guessed is None else [self.guessed]

@@ -54,7 +54,6 @@ class Candidate:
     recompute: tuple[int, ...] = ()
 
     def shape(self, weight_part: float | None) -> StepShape:
-        """Of its steps."""
         return StepShape(self.layout, self.split, weight_part, self.microbatches, self.recompute)
 
 
@@ -221,15 +220,8 @@ class Search:
         layers, steps = self._steps.layers, self._steps
         assert layers is not None
         own = layers.layout
-        cuts = (
-            [own.cuts]
-            if (own.where.chunks, own.where.layout if own.where.chunks > 1 else "")
-            == (
-                where.chunks,
-                where.layout if where.chunks > 1 else "",
-            )
-            else []
-        )
+        is_alike = own.where.chunks == where.chunks and (where.chunks == 1 or own.where.layout == where.layout)
+        cuts = [own.cuts] if is_alike else []
         cuts += [layers.even(where), balanced(steps.seconds(), where, steps.slow)]
         cuts.append(balanced(steps.seconds() + steps.spread(), where, steps.slow))
         return [
@@ -335,9 +327,8 @@ class Search:
             yield replace(base, recompute=tuple(sorted(ordered[:count])))
 
     def _with_hints(self, base: Candidate) -> Iterator[Candidate]:
-        for hint in (DEFAULT_HINT, *HINTS):
-            if self._has(hint, base):
-                yield replace(base, method=replace(base.method, hint=hint))
+        tried = (hint for hint in (DEFAULT_HINT, *HINTS) if self._has(hint, base))
+        return (replace(base, method=replace(base.method, hint=hint)) for hint in tried)
 
     def _has(self, hint: HintSpec, base: Candidate) -> bool:
         try:
@@ -356,8 +347,7 @@ class Search:
             yield replace(other, method=replace(other.method, hint="bfw"))
 
     def _with_microbatches(self, base: Candidate) -> Iterator[Candidate]:
-        for count in self._budget.microbatches:
-            yield replace(base, microbatches=count)
+        return (replace(base, microbatches=count) for count in self._budget.microbatches)
 
     # The best, and the others beside them.
 
@@ -412,8 +402,7 @@ class Search:
         return [*dict.fromkeys([*own, *([] if best is None else [best])])]
 
     def _strict(self, name: str, layout: ModelLayout | None, *, split: bool) -> Candidate:
-        method = Method(None, None, name)
-        return Candidate(layout, split, self._costs.microbatches, method)
+        return Candidate(layout, split, self._costs.microbatches, Method(None, None, name))
 
     def _judge(self) -> None:
         """The best ones on other steps, and ranked by these."""

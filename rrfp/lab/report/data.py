@@ -14,10 +14,10 @@ from typing import Any
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.advice import Wishes, advise_file
 from rrfp.lab.advice.replays import Method
-from rrfp.lab.traces.chrome_reader import TracedRun, read_chrome
+from rrfp.lab.traces.chrome_reader import TracedRun, read_run
 from rrfp.lab.traces.measured_costs import WARM_UP_STEPS, is_training
 from rrfp.lab.traces.pictures import IDLE_LOOKS, css
-from rrfp.lab.traces.timeline import part_of
+from rrfp.lab.traces.timeline import part_of, virtual_stages
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, Kind, Task
@@ -58,7 +58,6 @@ EVERYTHING = ReportOptions()
 def report_data(
     paths: Sequence[str], options: ReportOptions = EVERYTHING, replayed: Callable[[], object] = lambda: None
 ) -> Plain:
-    """One run of each file."""
     return {"ticks": TICKS, **_looks(), "runs": [_run(path, options, replayed) for path in paths]}
 
 
@@ -74,17 +73,14 @@ def _looks() -> Plain:
 
 
 def _run(path: str, options: ReportOptions, replayed: Callable[[], object]) -> Plain:
-    runs = read_chrome(path)
-    run = next((run for run in runs if options.run in (None, run.name)), None)
-    if run is None:
-        raise ConfigError(f"run is {options.run!r}, must be one of: {', '.join(run.name for run in runs)}")
+    run, *others = read_run(path, options.run)
     steps = _shown(run, options.steps)
     stages, names = run.stages, () if run.graph is None else run.graph.names
     shades, parts = _shades(steps, names)
     return {
         "file": path,
         "name": run.name,
-        "others": [other.name for other in runs if other is not run],
+        "others": [other.name for other in others],
         "method": None if run.job is None else str(Method(run.job.hint, run.job.limit, run.job.strict)),
         "limit": _limit_text(run.job),
         "stages": stages,
@@ -113,16 +109,13 @@ def _shown(run: TracedRun, most: int) -> list[StepTrace]:
 
 def _shades(steps: Sequence[StepTrace], names: Sequence[str]) -> tuple[list[int], list[str]]:
     """By virtual stage the shade of its tasks, its chunk or part; and the names of the parts."""
-    held: dict[int, set[int]] = defaultdict(set)
-    for trace in steps:
-        for span in trace.tasks:
-            held[span.stage].add(span.task.virtual_stage)
+    held = virtual_stages(steps)
     parts = list(dict.fromkeys(map(part_of, names)))
     shades = [parts.index(part_of(name)) for name in names]
     if not parts:
         shades = [0] * (1 + max((v for own in held.values() for v in own), default=-1))
         for own in held.values():
-            for chunk, v in enumerate(sorted(own)):
+            for chunk, v in enumerate(own):
                 shades[v] = chunk
     return shades, parts
 
@@ -148,15 +141,12 @@ def _slots(run: TracedRun) -> list[int | None]:
     job = run.job
     if job is None or job.limit is None:
         return [None] * len(run.stages)
-    chunks: dict[int, set[int]] = defaultdict(set)
-    for trace in run.steps[-1:]:
-        for span in trace.tasks:
-            chunks[span.stage].add(span.task.virtual_stage)
+    chunks = virtual_stages(run.steps[-1:])
     slots: list[int | None] = []
     for stage in run.stages:
         distance = None if run.graph is None else run.graph.distance_to_sink(stage)
         most = Limit.resolve(job.limit, stage, run.num_stages, distance=distance).microbatches
-        slots.append(None if most is None else most * max(1, len(chunks[stage])))
+        slots.append(None if most is None else most * max(1, len(chunks.get(stage, ()))))
     return slots
 
 

@@ -102,8 +102,7 @@ class SimulatedMethod:
     #: With a hint, the microbatches a stage may hold, see `rrfp.memory.admission.Limit.resolve`; or bytes, see
     #: `rrfp.lab.simulation.simulate`.
     limit: int | str = field(
-        default=DEFAULT_LIMIT,
-        metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|auto|SIZE", known=_LIMITS, beside=_BF),
+        default=DEFAULT_LIMIT, metadata=as_option(_LIMIT, "[bytes:]K|1f1b|n|2n|auto|SIZE", known=_LIMITS, beside=_BF)
     )
     #: With a hint, how chunks share the limit's slots.
     admission: str = field(default=DEFAULT_RULE, metadata=as_option(_ADMISSION, known=OFFERED_RULES, beside=_BF))
@@ -128,12 +127,7 @@ class SimulatedMethod:
 
         if (self.hint is None) == (self.strict is None):
             raise ConfigError("exactly one of hint and strict is needed")
-        allowed = {
-            "admission": OFFERED_RULES,
-            "order": ORDERS,
-            "sends": SENDS,
-            "coordination": (None, *COORDINATIONS),
-        }
+        allowed = {"admission": OFFERED_RULES, "order": ORDERS, "sends": SENDS, "coordination": (None, *COORDINATIONS)}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name} is {value!r}, must be one of: {', '.join(filter(None, values))}")
@@ -208,7 +202,7 @@ class Experiment:
         from rrfp.schedules.registry import schedule_names, schedule_needs
 
         workload, method = self.workload, self.method
-        costs = workload.sized_costs() if method.counts_bytes else workload.costs()
+        costs = workload.costs(sized=method.counts_bytes)
         order = method.hint if method.strict is None else method.strict
         if isinstance(order, str) and order in schedule_names() and costs.graph is None:
             is_file = isinstance(workload, CostFile)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import ConfigError
-from rrfp.lab.sweep.runs import SweepRow
+from rrfp.lab.sweep.runs import SweepRow, text_of
 from rrfp.lab.sweep.summary import MethodSummary, Spread, changing, in_common, label, named, summarise
 from rrfp.lab.traces.pictures import (
     DARK,
@@ -59,7 +59,6 @@ def check_size(methods: int, workloads: int) -> None:
 
 
 def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
-    """Draw a sweep and write it, replacing an old file."""
     save_picture(path, lambda: draw_sweep(rows))
 
 
@@ -76,12 +75,8 @@ def draw_sweep(rows: Sequence[SweepRow]) -> Figure:
     return figure
 
 
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    """What one combination of workload values shows."""
-
-    title: str
-    groups: list[MethodSummary]
+#: What one combination of workload values shows: its title, and the methods.
+_Panel = tuple[str, list[MethodSummary]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +106,7 @@ class _Picture:
         for group in groups:
             key = tuple(group.workload[column] for column in others)
             title = ", ".join(named(column, value) for column, value in zip(others, key, strict=True))
-            panels.setdefault(key, _Panel(title, [])).groups.append(group)
+            panels.setdefault(key, (title, []))[1].append(group)
         last = len({key[-1] for key in panels}) if len(others) > 1 else len(panels)
         baselines = {label(group.baseline[0]) if group.baseline else None for group in groups}
         over = next(iter(baselines)) if len(baselines) == 1 else None
@@ -149,14 +144,15 @@ class _Picture:
     def _draw_panel(self, panel: _Panel, speed: Axes, memory: Axes, *, is_first: bool) -> None:
         from matplotlib.ticker import MaxNLocator
 
+        title, every = panel
         for place, name in enumerate(self.methods):
-            groups = [group for group in panel.groups if group.label == name]
+            groups = [group for group in every if group.label == name]
             self._draw_method(speed, name, place, groups, [self._speed(group) for group in groups])
             self._draw_method(memory, name, place, groups, [group.spread("peak_max") for group in groups])
         speed.axhline(1, color=MUTED, linewidth=0.8, zorder=0)
-        speed.set_title(_wrapped(panel.title, WIDTH), fontsize=TEXT_SIZE, color=DARK, loc="left", pad=4)
+        speed.set_title(_wrapped(title, WIDTH), fontsize=TEXT_SIZE, color=DARK, loc="left", pad=4)
         memory.set_xlim(-0.5, len(self.ticks) - 0.5)
-        memory.set_xticks(range(len(self.ticks)), [_value(tick) for tick in self.ticks])
+        memory.set_xticks(range(len(self.ticks)), [text_of(tick) for tick in self.ticks])
         memory.set_xlabel(self.across, fontsize=TEXT_SIZE, color=MUTED)
         what = "makespan / lower bound" if self.over is None else f"speed-up over\n{self.over}"
         for axes, text, ticks in ((speed, what, 6), (memory, "peak held", 3)):
@@ -211,7 +207,7 @@ class _Layout:
         plots = columns * WIDTH + (columns - 1) * GAP
         entries = max(1, min(len(picture.methods), int(plots // ENTRY)))
         head = _wrapped(in_common(picture.rows), 0.85 * plots)  # it is larger than other text
-        title = LINE * max(len(_wrapped(panel.title, WIDTH).splitlines()) for panel in panels)
+        title = LINE * max(len(_wrapped(title, WIDTH).splitlines()) for title, _ in panels)
         top = EDGE + LINE * (1 + head.count("\n")) + title + 0.1
         pitch = SPEED + SEAM + MEMORY + AXIS + title
         legend = LEGEND_LINE * -(-len(picture.methods) // entries)
@@ -230,10 +226,6 @@ class _Layout:
 
 def _wrapped(text: str, inches: float) -> str:
     return "\n".join(textwrap.wrap(text, int(inches * CHARACTERS)))
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _style(axes: Axes, text: str, *, has_numbers: bool) -> None:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
-from types import TracebackType
+from typing import Any, Self
 
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError, DeadlockError, HintError
@@ -100,14 +100,18 @@ class SweepRow:
             if wait.cause is WaitCause.MEMORY:
                 memory_waits[wait.stage] += wait.end - wait.start
         longest = max(memory_waits)
+        shape: dict[str, Any] = {
+            name: getattr(table, name) for name in ("stages", "microbatches", "chunks", "placement", "split")
+        }
+        drawn: dict[str, Any] = {
+            name: getattr(workload, name, None) for name in ("profile", "jitter", "latency", "seed")
+        }
+        times: dict[str, Any] = {name: getattr(simulation, name) for name in ("makespan", "lower_bound", "ratio")}
         return cls(
+            **shape,
+            **drawn,
+            **times,
             costs=getattr(workload, "costs_file", None),
-            profile=getattr(workload, "profile", None),
-            stages=table.stages,
-            microbatches=table.microbatches,
-            chunks=table.chunks,
-            placement=table.placement,
-            split=table.split,
             tp=workload.tp,
             method=method.name,
             kind=method.kind,
@@ -115,12 +119,6 @@ class SweepRow:
             admission=method.admission if is_hint else None,
             sends=method.sends,
             coordination=None if groups is None else type(groups.coordination).__name__.lower(),
-            jitter=getattr(workload, "jitter", None),
-            latency=getattr(workload, "latency", None),
-            seed=getattr(workload, "seed", None),
-            makespan=simulation.makespan,
-            lower_bound=simulation.lower_bound,
-            ratio=simulation.ratio,
             peak_max=max(peak.held for peak in simulation.peaks),
             received_peak_max=max(peak.received for peak in simulation.peaks),
             busy_share=sum(simulation.result.busy) / time if time else 0.0,
@@ -154,7 +152,7 @@ class SweepFile:
     def add(self, row: SweepRow) -> None:
         """Write one row through to the file; numbers read back bitwise."""
         with no_interrupt():
-            self._write([_text(getattr(row, column)) for column in COLUMNS])
+            self._write([text_of(getattr(row, column)) for column in COLUMNS])
             self.rows += 1
 
     def _write(self, values: Sequence[str]) -> None:
@@ -166,12 +164,10 @@ class SweepFile:
                 self._file.close()
             raise ConfigError(f"{self._file.name}: cannot be written ({error.strerror or error})") from None
 
-    def __enter__(self) -> SweepFile:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -182,7 +178,8 @@ def _source_of_sizes(experiment: Experiment) -> str | None:
     return getattr(workload, "sizes_from", None) or ("none" if workload.sizes() is None else "own")
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A value of a column, as the file has it."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -60,26 +60,21 @@ class MethodSummary:
 
     @property
     def workload(self) -> Mapping[str, Any]:
-        """The values of `WORKLOAD_COLUMNS`."""
         return _values(self.rows[0], WORKLOAD_COLUMNS)
 
     @property
     def method(self) -> Mapping[str, Any]:
-        """The values of `METHOD_COLUMNS`."""
         return _values(self.rows[0], METHOD_COLUMNS)
 
     @property
     def label(self) -> str:
-        """The method in a few words."""
         return label(self.rows[0])
 
     @property
     def has_groups(self) -> bool:
-        """Whether its stages are groups of ranks."""
         return self.rows[0].tp is not None
 
     def spread(self, column: str) -> Spread:
-        """Of one of the columns that hold numbers."""
         return Spread.of(getattr(row, column) for row in self.rows)
 
     @property
@@ -171,7 +166,6 @@ def _amount(group: MethodSummary) -> int:
 
 
 def label(row: SweepRow) -> str:
-    """A method in a few words, with the memory that it may hold."""
     if row.kind == "strict":
         return f"strict {row.method}" + (", blocking sends" if row.sends == "blocking" else "")
     rule = "" if row.admission in (None, DEFAULT_RULE) else f", {row.admission} rule"

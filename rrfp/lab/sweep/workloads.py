@@ -83,22 +83,17 @@ class Workload:
         # A table for one task refuses every word that the real one would.
         make_costs(self.profile, 1, 1, placement=self.placement, jitter=self.jitter, latency=self.latency)
 
-    def costs(self) -> CostTable:
-        return _made(self)
-
-    def sized_costs(self) -> CostTable:
-        """The same with bytes, in proportion to planned times; see `rrfp.costs.make_costs`."""
-        return _made(self, sized=True)
+    def costs(self, *, sized: bool = False) -> CostTable:
+        """``sized``: with bytes, in proportion to planned times; see `rrfp.costs.make_costs`."""
+        return _made(self, sized=sized)
 
     def sizes(self) -> Sequence[float]:
-        """How large each microbatch is, as known before the step."""
         from rrfp.lab.generators.profiles import microbatch_sizes
 
         return microbatch_sizes(self.profile, self.stages, self.microbatches, seed=self.seed)
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of a step, of all ranks."""
         kinds = 3 if self.split else 2
         return self.stages * self.chunks * self.microbatches * kinds * (self.tp or 1)
 
@@ -114,9 +109,6 @@ class Workload:
         size, split = f"{self.stages}x{self.microbatches}", ("split",) if self.split else ()
         latency = self.latency.replace(":", "-")
         return "-".join((self.profile, size, *chunks, *split, self.jitter, latency, f"seed{self.seed}"))
-
-    def without_seed(self) -> Workload:
-        return replace(self, seed=0)
 
     def __str__(self) -> str:
         return _written(self)
@@ -139,7 +131,8 @@ class CostFile:
         _check_ranks(self)
         self.sizes()
 
-    def costs(self) -> CostTable:
+    def costs(self, *, sized: bool = False) -> CostTable:
+        """``sized`` or not: with bytes if the file has them."""
         from rrfp.costs.files import read_costs
 
         try:
@@ -147,10 +140,6 @@ class CostFile:
         except OSError:
             return read_costs(self.costs_file)  # which says what is wrong
         return _read(self.costs_file, (file.st_ino, file.st_mtime_ns, file.st_size))
-
-    def sized_costs(self) -> CostTable:
-        """The same: with bytes if the file has them."""
-        return self.costs()
 
     def sizes(self) -> Sequence[float] | None:
         """How large each microbatch is; None: untold."""
@@ -167,7 +156,6 @@ class CostFile:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of a step, of all ranks."""
         return self.costs().num_tasks * (self.tp or 1)
 
     @property
@@ -177,16 +165,13 @@ class CostFile:
 
         return {"latency": SHUFFLED, "seed": 0}
 
-    def without_seed(self) -> CostFile:
-        return self
-
     def __str__(self) -> str:
         return _written(self)
 
 
 def with_sizes(workload: Workload | CostFile | MultimodalWorkload, *, sized: bool = False) -> CostTable:
     """The cost table with the sizes that hints receive."""
-    table, sizes = workload.sized_costs() if sized else workload.costs(), workload.sizes()
+    table, sizes = workload.costs(sized=sized), workload.sizes()
     return table if sizes is None else replace(table, sizes=tuple(sizes))
 
 
@@ -195,9 +180,12 @@ def _check_ranks(workload: Workload | CostFile) -> None:
         object.__setattr__(workload, "tp", whole("tp", workload.tp, 1))
 
 
+def _values(workload: Workload | CostFile | MultimodalWorkload, but: str = "") -> dict[str, Any]:
+    return {field.name: getattr(workload, field.name) for field in fields(workload) if field.name != but}
+
+
 def _written(workload: Workload | CostFile) -> str:
-    values = {field.name: getattr(workload, field.name) for field in fields(workload)}
-    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+    return ", ".join(f"{name}={value}" for name, value in _values(workload).items() if value is not None)
 
 
 @lru_cache(maxsize=4)
@@ -205,18 +193,7 @@ def _made(workload: Workload, *, sized: bool = False) -> CostTable:
     """The table; methods of one workload follow each other."""
     from rrfp.lab.generators.profiles import make_costs
 
-    return make_costs(
-        workload.profile,
-        workload.stages,
-        workload.microbatches,
-        chunks=workload.chunks,
-        placement=workload.placement,
-        split=workload.split,
-        seed=workload.seed,
-        jitter=workload.jitter,
-        latency=workload.latency,
-        sized=sized,
-    )
+    return make_costs(**_values(workload, but="tp"), sized=sized)
 
 
 @lru_cache(maxsize=2)
@@ -254,14 +231,10 @@ class MultimodalWorkload:
         # A table of one microbatch refuses every word that the real one would.
         multimodal_costs(self.graph, 1, 1, images=self.images, sounds=self.sounds, latency=self.latency)
 
-    def costs(self) -> CostTable:
+    def costs(self, *, sized: bool = False) -> CostTable:
         return _made_multimodal(self)
 
-    def sized_costs(self) -> CostTable:
-        return self.costs()
-
     def sizes(self) -> Sequence[float]:
-        """How large each microbatch is, as known before the step."""
         from rrfp.lab.generators.multimodal import multimodal_sizes
 
         return multimodal_sizes(self.microbatches, images=self.images, sounds=self.sounds, seed=self.seed)
@@ -277,7 +250,6 @@ class MultimodalWorkload:
 
     @property
     def chunks(self) -> int:
-        """The most chunks of a stage."""
         return self.costs().chunks
 
     @property
@@ -289,9 +261,6 @@ class MultimodalWorkload:
         """Nothing: there are no groups of ranks."""
         return {}
 
-    def without_seed(self) -> MultimodalWorkload:
-        return replace(self, seed=0)
-
     def __str__(self) -> str:
         shares = f"images {self.images:g}, sounds {self.sounds:g}, {'skipped' if self.skip else 'visited'} where absent"
         size = f"stages {self.stages}, microbatches {self.microbatches}"
@@ -302,14 +271,4 @@ class MultimodalWorkload:
 def _made_multimodal(workload: MultimodalWorkload) -> CostTable:
     from rrfp.lab.generators.multimodal import multimodal_costs
 
-    return multimodal_costs(
-        workload.graph,
-        workload.stages,
-        workload.microbatches,
-        images=workload.images,
-        sounds=workload.sounds,
-        skip=workload.skip,
-        split=workload.split,
-        seed=workload.seed,
-        latency=workload.latency,
-    )
+    return multimodal_costs(**_values(workload))

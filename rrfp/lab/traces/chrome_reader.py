@@ -4,10 +4,10 @@ import math
 import os
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rrfp.core.usage import Peaks, WaitCause
 from rrfp.costs.table import checked_sizes
@@ -20,6 +20,8 @@ from rrfp.trace.breakdown import CAUSE_LABELS
 from rrfp.trace.chrome import BYTES, CORE_WAITS, GRAPH, LAUNCHED, LIMITS, SIZES, SKIPPED, STEPS_THREAD
 from rrfp.trace.job_data import JOB, TracedJob, read_limit
 from rrfp.trace.spans import MessageSpan, Skip, StepTrace, TaskSpan, WaitSpan
+
+T = TypeVar("T")
 
 #: Readers of the numbers of a file, which the caller of `read_chrome` knows.
 _whole, _number = partial(whole, error=value_error), partial(number, error=value_error)
@@ -36,10 +38,7 @@ def read_message(event: dict[str, Any]) -> tuple[int, MessageSpan]:
     if not isinstance(args, dict):
         raise ValueError(f"args is {shown(args)}, must be an object")
     source = _whole("tid", event.get("tid"), STEPS_THREAD + 1) - STEPS_THREAD - 1
-    target, num_bytes = (
-        _whole("args.to stage", args.get("to stage")),
-        _whole("args.bytes", args.get("bytes")),
-    )
+    target, num_bytes = (_whole("args.to stage", args.get("to stage")), _whole("args.bytes", args.get("bytes")))
     step, task, arrived = _whole("args.step", args.get("step")), args.get("task"), args.get("arrived")
     if not isinstance(task, str):
         raise ValueError(f"args.task is {shown(task)}, must be a task such as F3@5")
@@ -104,7 +103,6 @@ class TracedRun:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that were recorded, ascending."""
         spans = (spans for step in self.steps for spans in (step.tasks, step.waits))
         return tuple(sorted({span.stage for some in spans for span in some}))
 
@@ -134,6 +132,15 @@ def read_chrome(path: str | os.PathLike[str]) -> list[TracedRun]:
     if not runs:
         raise ConfigError(f"{os.fspath(path)}: holds no step of a pipeline, must be a trace written by rrfp")
     return runs
+
+
+def read_run(path: str | os.PathLike[str], name: str | None) -> list[TracedRun]:
+    """The run of a name, or the first one, ahead of the others of a file."""
+    runs = read_chrome(path)
+    chosen = next((run for run in runs if name in (None, run.name)), None)
+    if chosen is None:
+        raise ConfigError(f"run is {name!r}, must be one of: {', '.join(run.name for run in runs)}")
+    return [chosen, *(run for run in runs if run is not chosen)]
 
 
 def _is_ours(event: dict[str, Any]) -> bool:
@@ -214,9 +221,10 @@ class _Reader:
         if step in self._steps:
             raise ValueError(f"args.step is {step}, which the run has twice")
         self._steps[step] = (start, end)
-        self._peaks[step] = _peaks(args.get("peaks", {}))
+        self._peaks[step] = _by_stage("peaks", args.get("peaks", {}), _peaks_of, "numbers from 0 on by name,")
         self._sizes[step] = _sizes(args[SIZES]) if SIZES in args else None
-        self._limits[step] = _limits(args.get(LIMITS, {}))
+        slots = partial(_whole, LIMITS, least=1)
+        self._limits[step] = _by_stage(LIMITS, args.get(LIMITS, {}), lambda n: slots(int(n)), "numbers from 1 on")
         self._core_waits[step] = _core_waits(args.get(CORE_WAITS, {}))
 
     def _read_slice(self, step: int, start: float, end: float, event: dict[str, Any]) -> None:
@@ -264,17 +272,19 @@ def _cause(name: str) -> WaitCause:
     return _CAUSES[name]
 
 
-def _peaks(by_stage: Any) -> dict[int, Peaks]:
+def _by_stage(field: str, by_stage: Any, read: Callable[[Any], T], wanted: str) -> dict[int, T]:
+    """What ``read`` makes of each stage's value; it raises ValueError for a wrong one."""
     try:
-        read = {
-            int(stage): Peaks(**{name: int(value) for name, value in peaks.items()})
-            for stage, peaks in by_stage.items()
-        }
-        if any(stage < 0 or min(astuple(peaks)) < 0 for stage, peaks in read.items()):
+        found = {int(stage): read(value) for stage, value in by_stage.items()}
+        if min(found, default=0) < 0:
             raise ValueError
     except (AttributeError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"args.peaks is {shown(by_stage)}, must be numbers from 0 on by name, by stage") from None
-    return read
+        raise ValueError(f"args.{field} is {shown(by_stage)}, must be {wanted} by stage") from None
+    return found
+
+
+def _peaks_of(by_name: Any) -> Peaks:
+    return Peaks(**{name: _whole(name, int(value)) for name, value in by_name.items()})
 
 
 def _graph(plain: Any) -> TaskGraph:
@@ -299,16 +309,6 @@ def _skipped(plain: Any, graph: TaskGraph | None) -> tuple[Skip, ...]:
             raise value_error(field, f"is {reprlib.repr(microbatches)}, must be a list of microbatches")
         skips += [(_whole(field, microbatch), numbers[name]) for microbatch in microbatches]
     return tuple(sorted(skips))
-
-
-def _limits(by_stage: Any) -> dict[int, int]:
-    try:
-        read = {int(stage): int(slots) for stage, slots in by_stage.items()}
-        if any(stage < 0 or slots < 1 for stage, slots in read.items()):
-            raise ValueError
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"args.{LIMITS} is {shown(by_stage)}, must be numbers from 1 on by stage") from None
-    return read
 
 
 def _core_waits(by_stage: Any) -> dict[int, float]:

@@ -34,11 +34,9 @@ class Shape:
 
     @property
     def split(self) -> bool:
-        """Whether backward is split on any virtual stage."""
         return Kind.W in self.kinds
 
     def to_graph(self) -> TaskGraph:
-        """The graph: of a chain too."""
         if self.placement != "table":
             return TaskGraph.chain(self.stages, chunks=self.chunks, layout=self.placement)
         assert self.graph is not None
@@ -114,25 +112,11 @@ def _tasks(trace: StepTrace) -> dict[Task, TaskSpan]:
 
 
 def _check_whole(
-    tasks: Collection[Task],
-    virtual_stages: Iterable[int],
-    microbatches: int,
-    skipped: Collection[Skip] = (),
+    tasks: Collection[Task], virtual_stages: Iterable[int], microbatches: int, skipped: Collection[Skip] = ()
 ) -> None:
     """Refuse a step that lacks a task, or ran a skipped one."""
     if wrong := next((task for task in tasks if (task.microbatch, task.virtual_stage) in skipped), None):
         raise ConfigError(f"{wrong} ran, and its microbatch skips that virtual stage")
-    if (missing := _missing(tasks, virtual_stages, microbatches, skipped)) is not None:
-        raise ConfigError(f"{missing} is missing: the file lacks a rank, or the rank's trace was cut")
-
-
-def _missing(
-    tasks: Collection[Task],
-    virtual_stages: Iterable[int],
-    microbatches: int,
-    skipped: Collection[Skip],
-) -> Task | None:
-    """The first task that the step must have and lacks."""
     # Not by itertools.product, which makes a list of all microbatches: their number is one that a file names.
     ran = {(task.kind, task.virtual_stage) for task in tasks}
     for v in virtual_stages:
@@ -140,12 +124,10 @@ def _missing(
         for m in range(microbatches):
             for kind in kinds:
                 if (task := Task(kind, m, v)) not in tasks and (m, v) not in skipped:
-                    return task
-    return None
+                    raise ConfigError(f"{task} is missing: the file lacks a rank, or the rank's trace was cut")
 
 
 def _stages_of(spans: Iterable[TaskSpan]) -> list[int]:
-    """The stage of each virtual stage."""
     stages: dict[int, int] = {}
     for span in spans:
         v = span.task.virtual_stage
@@ -309,14 +291,15 @@ def _chosen(
     left_out["other step(s)" if is_number else "at the beginning"] += len(training) - len(chosen)
     for reason in [reason for reason, count in left_out.items() if not count]:
         del left_out[reason]
-    checked = []
-    for trace in chosen:
-        where = f"{name}, step {trace.step}"
-        try:
-            checked.append((where, traced_step(trace, run.num_stages, run.graph)))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return checked
+    return [(f"{name}, step {trace.step}", named_step(name, run, trace)) for trace in chosen]
+
+
+def named_step(name: str, run: TracedRun, trace: StepTrace) -> TracedStep:
+    """A training step of a run; errors begin with the name of the run and the step."""
+    try:
+        return traced_step(trace, run.num_stages, run.graph)
+    except ConfigError as error:
+        raise ConfigError(f"{name}, step {trace.step}: {error}") from None
 
 
 def _nothing_left(runs: Sequence[tuple[str, TracedRun]], skip_first: int, step: int | Choice) -> str:
@@ -367,7 +350,6 @@ def _edges(graph: TaskGraph) -> tuple[tuple[int, int], ...]:
 
 
 def _crosses(graph: TaskGraph) -> list[bool]:
-    """Whether each edge leads to another stage."""
     return [graph.stage_of[u] != graph.stage_of[v] for u, v in _edges(graph)]
 
 

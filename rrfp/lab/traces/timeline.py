@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,10 @@ class TimeWindow:
 
     @classmethod
     def of_milliseconds(cls, start: float | None, end: float | None) -> TimeWindow:
-        """The window between two times; None is the step's own."""
         return cls(0.0 if start is None else start / 1e3, None if end is None else end / 1e3)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it shows the whole step."""
         return self.start == 0 and self.end is None
 
     def within(self, span: float) -> tuple[float, float]:
@@ -76,9 +74,6 @@ def _text(seconds: float) -> str:
     return f"{seconds * 1e3:.6g} ms"
 
 
-#: A kind of task in a chunk.
-Tint = tuple[Kind, int]
-
 #: What the breakdown calls time that is left blank.
 OTHER_LABEL = "other: the runtime"
 
@@ -86,16 +81,13 @@ OTHER_LABEL = "other: the runtime"
 _ENTRY, _CHARACTER, _LABEL = 0.5, 0.068, 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The kinds, causes and blank time that a picture shows."""
-
-    # Of graphs, ``parts`` are the names of the parts, which stand for the chunks.
-
-    tints: Collection[Tint]
-    causes: Collection[WaitCause]
-    has_blank: bool
-    parts: Sequence[str] = ()
+def virtual_stages(traces: Iterable[StepTrace]) -> dict[int, list[int]]:
+    """By stage those whose tasks it ran, ascending."""
+    held: dict[int, set[int]] = defaultdict(set)
+    for trace in traces:
+        for span in trace.tasks:
+            held[span.stage].add(span.task.virtual_stage)
+    return {stage: sorted(own) for stage, own in held.items()}
 
 
 def part_of(name: str) -> str:
@@ -103,30 +95,15 @@ def part_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def legend_lines(drawn: Drawn, width: float) -> int:
+def legend_lines(entries: Sequence[tuple[Any, str]], width: float) -> int:
     """Lines that the legend needs in a picture ``width`` inches wide."""
-    labels = [*_kinds(drawn).values(), *map(_cause_label, drawn.causes), *[OTHER_LABEL] * drawn.has_blank]
-    return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for label in labels) / (width - _LABEL)))
+    return max(1, math.ceil(sum(_ENTRY + _CHARACTER * len(label) for _, label in entries) / (width - _LABEL)))
 
 
-def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, float], lines: int) -> None:
-    """Put the legend at ``corner``, inches from left and below."""
-    # A kind has one entry, with a patch for each of its chunks.
+def draw_legend(figure: Figure, entries: Sequence[tuple[Any, str]], chunks: int, lines: int) -> None:
+    """Put the legend at the lower left."""
     from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
 
-    entries: list[tuple[Any, str]] = []
-    for kind, label in _kinds(drawn).items():
-        colours = [kind_colour(kind, chunk, chunks) for chunk in _chunks(drawn.tints, kind)]
-        entries.append((tuple(Patch(facecolor=colour) for colour in colours), label))
-    for cause in [cause for cause in WaitCause if cause in drawn.causes]:
-        look = IDLE_LOOKS[cause]
-        # The frame has the hatch's ink: matplotlib draws both in one colour.
-        edge = FRAME if look.hatch is None else look.ink
-        patch = Patch(facecolor=look.face, edgecolor=edge, hatch=look.hatch, linewidth=0.5)
-        entries.append((patch, _cause_label(cause)))
-    if drawn.has_blank:
-        entries.append((Patch(facecolor="white", edgecolor=FRAME, linewidth=0.5), OTHER_LABEL))
     total, height = figure.get_size_inches()
     handles, labels = zip(*entries, strict=True)
     figure.legend(
@@ -134,7 +111,7 @@ def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, 
         labels,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.15)},
         loc="lower left",
-        bbox_to_anchor=(corner[0] / total, corner[1] / height),
+        bbox_to_anchor=(SIDE / total, EDGE / height),
         ncols=math.ceil(len(entries) / lines),
         frameon=False,
         fontsize=TEXT_SIZE,
@@ -144,29 +121,6 @@ def draw_legend(figure: Figure, drawn: Drawn, chunks: int, corner: tuple[float, 
         columnspacing=1.6,
         labelspacing=0.35,
     )
-
-
-def _kinds(drawn: Drawn) -> dict[Kind, str]:
-    """Labels of the drawn kinds, with their parts or chunks."""
-    tints = drawn.tints
-    several = len({chunk for _, chunk in tints}) > 1
-    labels = {}
-    for kind in [kind for kind in Kind if _chunks(tints, kind)]:
-        numbers = _chunks(tints, kind)
-        if drawn.parts:
-            labels[kind] = f"{KINDS[kind].label}: {', '.join(drawn.parts[number] for number in numbers)}"
-            continue
-        chunks = ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
-        labels[kind] = f"{KINDS[kind].label}, chunk {chunks}" if several else KINDS[kind].label
-    return labels
-
-
-def _chunks(tints: Collection[Tint], kind: Kind) -> list[int]:
-    return sorted(chunk for other, chunk in tints if other is kind)
-
-
-def _cause_label(cause: WaitCause) -> str:
-    return f"idle: {CAUSE_LABELS[cause]}"
 
 
 State = Kind | WaitCause
@@ -264,11 +218,8 @@ class Timelines:
         runs = [TimelineRun.of(title, trace) for title, trace in rows]
         start, end = window.within(max(run.makespan for run in runs))
         end = end if end > start else start + 1.0
-        held: dict[int, set[int]] = {}
-        for run in runs:
-            for box in run.trace.tasks:
-                held.setdefault(box.stage, set()).add(box.task.virtual_stage)
-        chunk_of = {(stage, v): chunk for stage, vs in held.items() for chunk, v in enumerate(sorted(vs))}
+        held = virtual_stages(run.trace for run in runs)
+        chunk_of = {(stage, v): chunk for stage, vs in held.items() for chunk, v in enumerate(vs)}
         shown = [box for run in runs for box in run.trace.tasks if _is_inside(box, run.trace.start, start, end)]
         width -= SIDE + RIGHT
         numbered = sum(_room(box, width / (end - start)) is not None for box in shown)
@@ -281,11 +232,10 @@ class Timelines:
         )
 
     def draw(self) -> Figure:
-        """The figure, without a canvas."""
         from matplotlib.figure import Figure
 
-        drawn = self._drawn()
-        lines = legend_lines(drawn, self.width)
+        entries = self._entries()
+        lines = legend_lines(entries, self.width)
         rows = [self._row_height(run) * len(run.stages) for run in self.runs]
         below = SHARES + GAP if self.has_panels else 0.0
         height = sum(HEAD + row + below for row in rows) + AXIS + LINE * lines + EDGE
@@ -305,7 +255,7 @@ class Timelines:
                 top -= below
                 self._draw_shares(panel := axes(top, SHARES), run)
                 self._style_time(panel, has_numbers=is_last)
-        draw_legend(figure, drawn, self.chunks, (SIDE, EDGE), lines)
+        draw_legend(figure, entries, self.chunks, lines)
         style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": TEXT_SIZE, "color": MUTED}
         figure.text(1 - RIGHT / total, EDGE / height, f"time in the step ({self._unit[1]})", **style)
         return figure
@@ -319,13 +269,35 @@ class Timelines:
             return ROW
         return DENSE_ROW if len(run.stages) <= FEW_STAGES else THIN_ROW
 
-    def _drawn(self) -> Drawn:
-        tints, causes = set(), set()
+    def _entries(self) -> list[tuple[Any, str]]:
+        """The legend: kinds, with a patch for each chunk or part, causes, and blank time, as far as they are shown."""
+        from matplotlib.patches import Patch
+
+        chunks: dict[Kind, set[int]] = defaultdict(set)
         for run in self.runs:
-            tints |= {(b.task.kind, self._chunk(b)) for b in run.trace.tasks if self._shows(b, run)}
-            causes |= {wait.cause for wait in run.waits if self._shows(wait, run)}
-        is_blank = any(self._is_blank(run, stage) for run in self.runs for stage in run.stages)
-        return Drawn(tints, causes, is_blank, self.parts)
+            for box in run.trace.tasks:
+                if self._shows(box, run):
+                    chunks[box.task.kind].add(self._chunk(box))
+        causes = {wait.cause for run in self.runs for wait in run.waits if self._shows(wait, run)}
+        entries: list[tuple[Any, str]] = []
+        for kind in [kind for kind in Kind if kind in chunks]:
+            patches = tuple(Patch(facecolor=kind_colour(kind, n, self.chunks)) for n in sorted(chunks[kind]))
+            entries.append((patches, self._kind_label(kind, sorted(chunks[kind]), len(set.union(*chunks.values())))))
+        for cause in [cause for cause in WaitCause if cause in causes]:
+            look = IDLE_LOOKS[cause]
+            # The frame has the hatch's ink: matplotlib draws both in one colour.
+            edge = FRAME if look.hatch is None else look.ink
+            patch = Patch(facecolor=look.face, edgecolor=edge, hatch=look.hatch, linewidth=0.5)
+            entries.append((patch, f"idle: {CAUSE_LABELS[cause]}"))
+        if any(self._is_blank(run, stage) for run in self.runs for stage in run.stages):
+            entries.append((Patch(facecolor="white", edgecolor=FRAME, linewidth=0.5), OTHER_LABEL))
+        return entries
+
+    def _kind_label(self, kind: Kind, numbers: Sequence[int], count: int) -> str:
+        if self.parts:
+            return f"{KINDS[kind].label}: {', '.join(self.parts[number] for number in numbers)}"
+        chunks = ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
+        return f"{KINDS[kind].label}, chunk {chunks}" if count > 1 else KINDS[kind].label
 
     def _is_blank(self, run: TimelineRun, stage: int) -> bool:
         """Whether the runtime's own time is a visible part."""

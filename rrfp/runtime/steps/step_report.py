@@ -450,12 +450,11 @@ class StepReporter:
         for part, m, loss in ((part, m, loss) for part, own in losses.items() for m, loss in sorted(own.items())):
             if not math.isfinite(loss) and (plan.weights is None or plan.weights[m]):
                 self._warned = True
-                dealt = plan.homes if plan.deal is None else plan.deal.homes[self._topology.replica]
-                home = dealt[m] if dealt else None
+                homes = plan.homes_of(self._topology.replica)
                 logger.warning(
                     "%s: the loss of microbatch %s%s is %s in %s; later losses are not checked",
                     self._topology.name,
-                    m if home is None else f"{home.microbatch} of replica {home.replica}",
+                    homes[m] if homes else m,
                     f" of part {part!r}" if part else "",
                     loss,
                     plan.name,

@@ -1,4 +1,4 @@
-"""Process groups over gloo, for tensors in host memory: transport `collective` on a CPU, which only tests need.
+"""Process groups over gloo, for tensors in host memory: transport `collective` on a CPU, for tests alone.
 
 gloo's transfers offer no future, and do not look complete before a thread waits for them (torch 2.13). Its groups
 cannot be aborted; but a wait that exceeds its time limit closes the group's connection, which ends all other waits at
