@@ -164,12 +164,12 @@ class RollCall:
                 look.cancel()
             await asyncio.gather(*looks, return_exceptions=True)
 
-    async def meet(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Wait until all ``ranks`` are here, to make a group; errors as in `aborted`."""
-        await self._publish(f"met/{self._topology.rank}", True)
+    async def meet(self, where: str, ranks: Sequence[int], timeout_s: float) -> None:
+        """Wait until all ``ranks`` are here, once for each ``where``; errors as in `aborted`."""
+        await self._publish(f"{where}/{self._topology.rank}", True)
 
         async def came(rank: int) -> None:
-            if await self._look(f"met/{rank}", timeout_s, bool) is None:
+            if await self._look(f"{where}/{rank}", timeout_s, bool) is None:
                 raise self.aborted(rank, f"was left, and did not come within {timeout_s:g} s")
 
         await by_peer(ranks, came)
