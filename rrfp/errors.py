@@ -211,7 +211,8 @@ class Origin:
 
     Attributes:
         stage: stage index of the rank that failed.
-        task: the task it was running, in its text form, or None; with a graph followed by the part: ``F3@2 (audio)``.
+        task: the task it was running, in its text form, or None; with a graph followed by the part: ``F3@2 (audio)``;
+            where replicas share the step by the number of its own caller: ``F3@2 (microbatch 1 of replica 0)``.
         cause: the exception as one line, ``TypeName: message``.
         rank: the rank, where a stage has several; None where the stage identifies it.
     """

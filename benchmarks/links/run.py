@@ -16,10 +16,11 @@ rounds of a setting each runs a step, ``auto`` five. Medians of undisturbed step
 "*" where all were disturbed. "simulated" is the engine's time for RRFP's methods.
 
 **--simulate** has every method and every setting, whole and split, by the engine. The bound is that of any order of
-whole backwards: the undisturbed step, and one round trip of each slow link. Its second table is of pipelines for which
-no lemma holds: unequal stages, jitter, microbatches of different sizes, two chunks a stage; each has one or two slow
-links of half a period to three periods. In percent over the same pipeline without a limit; memory is the mean limit
-over N.
+whole backwards: the undisturbed step, and one round trip of each slow link. "claimed, auto" is of two such pipelines
+that share forwards by claims (``share_replicas=True``), with the same slow links. Its second table is of pipelines for
+which no lemma holds: unequal stages, jitter, microbatches of different sizes, two chunks a stage; each has one or two
+slow links of half a period to three periods. In percent over the same pipeline without a limit; memory is the mean
+limit over N.
 
 **--trace** plays PipeMorph's published trace instead, 1030 iterations in which nine times one to three links are slow
 (benchmarks/links/trace.py), with delays in proportion to the tasks. Simulated, each iteration is a step. Between
@@ -47,7 +48,19 @@ from benchmarks.links import trace
 from benchmarks.links.measured import Row, aims_of, measure, rows_of
 from benchmarks.links.plot import plot
 from benchmarks.links.settings import AUTO, TORCH_1F1B, TRACE, Settings
-from benchmarks.links.simulated import DELAYS, LINKS, METHODS, MICROBATCHES, PUBLISHED, STAGES, Cell, Kind, cells, kinds
+from benchmarks.links.simulated import (
+    CLAIMED,
+    DELAYS,
+    LINKS,
+    METHODS,
+    MICROBATCHES,
+    PUBLISHED,
+    STAGES,
+    Cell,
+    Kind,
+    cells,
+    kinds,
+)
 from benchmarks.links.trace import Aim, Play
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of
@@ -174,14 +187,14 @@ def table_of_rows(rows: Sequence[Row]) -> Table:
 def table_of(found: Sequence[Cell]) -> Table:
     """Milliseconds, and microbatches held, of every method by setting."""
     table = Table(title="ms (held)", title_justify="left")
-    for head in ("slow links", "ms", *METHODS, "bound", "PipeMorph's 1F1B / ZB / own"):
+    for head in ("slow links", "ms", *METHODS, CLAIMED, "bound", "PipeMorph's 1F1B / ZB / own"):
         table.add_column(head, justify="right")
     undisturbed = next(cell.milliseconds for cell in found if cell.method == "whole, 2n")
     for links, delay in dict.fromkeys((cell.links, cell.delay) for cell in found):
         own = {cell.method: cell for cell in found if (cell.links, cell.delay) == (links, delay)}
         bound = undisturbed + 2 * delay * len(links.split(", "))
         published = " / ".join(map(str, PUBLISHED.get((links, delay), ())))
-        cells_of = (f"{own[method].milliseconds:.0f} ({own[method].held})" for method in METHODS)
+        cells_of = (f"{own[method].milliseconds:.0f} ({own[method].held})" for method in (*METHODS, CLAIMED))
         table.add_row(links, str(delay), *cells_of, f"{bound:.0f}", published)
     return table
 

@@ -10,12 +10,16 @@ from statistics import fmean
 
 import numpy as np
 
+from benchmarks.replicas.claimed import PooledStep
+from benchmarks.replicas.settings import Layout
 from rrfp.costs import CostTable, make_costs
 from rrfp.engine.engine import run
 from rrfp.hints.registry import DEFAULT_HINT, create_hint
+from rrfp.lab.cluster.ranks import Rank
 from rrfp.lab.simulation import pace_of, resolve_limits, simulate
 from rrfp.memory.admission import Limit
 from rrfp.memory.round_trips import RoundTripRule
+from rrfp.model.tasks import F, Task
 
 #: PipeMorph's setting: stages, microbatches, and milliseconds of F, B and W.
 STAGES, MICROBATCHES = 8, 24
@@ -33,6 +37,9 @@ METHODS: Mapping[str, tuple[bool, Mapping[str, str]]] = {
     **{f"whole, {limit}": (False, {"hint": DEFAULT_HINT, "limit": limit}) for limit in ("1f1b", "n", "2n", "auto")},
     **{f"split, {limit}": (True, {"hint": DEFAULT_HINT, "limit": limit}) for limit in ("1f1b", "n", "2n", "auto")},
 }
+
+#: Two replicas share forwards by claims, over the same slow links each, within ``limit="auto"``; backwards are whole.
+CLAIMED = "claimed, auto"
 
 #: What PipeMorph's own logs show on GPUs for the same links and delays (1F1B, zero bubble, PipeMorph), in milliseconds.
 PUBLISHED: Mapping[tuple[str, int], tuple[int, int, int]] = {
@@ -74,6 +81,27 @@ def cells() -> Iterator[Cell]:
             found = simulate(table(LINKS.get(links, ()), delay, split=split), **options)  # type: ignore[arg-type]
             held = sum(peaks.held for peaks in found.peaks)
             yield Cell(links, delay, method, 1e3 * found.makespan, held)
+        yield _claimed(links, delay)
+
+
+def _claimed(links: str, delay: int) -> Cell:
+    layout, slow = Layout(STAGES, 2), LINKS.get(links, ())
+    costs = table(slow, delay, split=False)
+    rule, pace = RoundTripRule(layout.graph, claims=True), pace_of(costs)
+
+    def seconds(rank: Rank, task: Task, _: float) -> float:
+        return float((costs.forward if task.kind is F else costs.backward)[rank.stage, 0])
+
+    def latency(sender: int, receiver: int) -> float:
+        return 1e-3 * delay * (sender != receiver and min(sender, receiver) in slow)
+
+    homes = [replica for replica in range(layout.replicas) for _ in range(MICROBATCHES)]
+    step = PooledStep(
+        layout, homes, seconds, latency=latency, depths=rule.claimed_ahead(pace), limits=rule.limits(pace)
+    )
+    milliseconds = 1e3 * step.run()
+    held = sum(max(node.core.peaks.held for node in step.nodes if node.rank.stage == stage) for stage in range(STAGES))
+    return Cell(links, delay, CLAIMED, milliseconds, held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.replicas.settings import Layout
 from rrfp.core import events as ev
+from rrfp.core.claims import lead_of
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.checker import RankChecker
@@ -13,7 +14,6 @@ from rrfp.lab.cluster.cluster import Envelope, EventQueue, TimedCluster
 from rrfp.lab.cluster.node import Node
 from rrfp.lab.cluster.ranks import Rank, ranks_of
 from rrfp.memory.admission import Limit
-from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import F, Mode, StepId, Task
 
 #: Seconds of a task on a rank that begins it at a time.
@@ -29,9 +29,9 @@ class PooledStep(TimedCluster[Node]):
         seconds: of tasks.
         paces: by stage, seconds of a microbatch on each copy; empty: not known.
         sizes: of the microbatches, for the hint; None: untold.
-        depth: forwards that a copy has claimed and not begun.
-        latency: seconds that a message takes.
-        limit: K.
+        latency: seconds that a message takes from a rank of one stage to one of another, or of the same.
+        depths: by stage, forwards that a copy has claimed and not begun; empty: 1.
+        limits: K by stage; empty: twice the stages.
     """
 
     def __init__(
@@ -42,23 +42,31 @@ class PooledStep(TimedCluster[Node]):
         paces: Sequence[Sequence[float]] = (),
         *,
         sizes: Sequence[float] | None = None,
-        depth: int = 1,
-        latency: float = 0.0,
-        limit: int | None = None,
+        latency: Callable[[int, int], float] = lambda sender, receiver: 0.0,
+        depths: Sequence[int] = (),
+        limits: Sequence[int] = (),
     ) -> None:
-        stages, replicas = layout
-        graph, each = TaskGraph.chain(stages), Limit(microbatches=limit or 2 * stages)
+        stages, replicas, graph = layout.stages, layout.replicas, layout.graph
+        depths, each = depths or [1] * stages, [*map(Limit, limits or [2 * stages] * stages)]
 
         def node(rank: Rank) -> Node:
-            core = StageCore(graph, rank.stage, create_hint("slot-aware-pyramid"), each)
-            return Node(rank, core, RankChecker(rank, graph, each, claims=depth))
+            limit = each[rank.stage]
+            core = StageCore(graph, rank.stage, create_hint("slot-aware-pyramid"), limit)
+            return Node(rank, core, RankChecker(rank, graph, limit, claims=depths[rank.stage]))
 
         step = StepId(0, Mode.TRAIN, len(homes))
         known = None if sizes is None else tuple(sizes)
         super().__init__(EventQueue(), [*map(node, ranks_of(stages, replicas))], [step], sizes=known)
         self._pools = [
-            ev.Pool(n.rank.replica, replicas, tuple(homes), depth, tuple(paces[n.rank.stage]) if paces else ())
-            for n in self.nodes
+            ev.Pool(
+                rank.replica,
+                replicas,
+                tuple(homes),
+                depths[rank.stage],
+                tuple(paces[rank.stage]) if paces else (),
+                lead_of(paces, replicas, sizes),
+            )
+            for rank in (node.rank for node in self.nodes)
         ]
         self._seconds, self._latency = seconds, latency
         #: By rank, the seconds of its tasks, and the forwards among them.
@@ -85,7 +93,8 @@ class PooledStep(TimedCluster[Node]):
     def send(self, packet: Envelope) -> None:
         if isinstance(packet.content, ev.Arrived):
             self.crossed += packet.sender.replica != packet.receiver.replica
-        self.queue.put(self.queue.now + self._latency, packet.receiver, self._arrive, packet)
+        seconds = self._latency(packet.sender.stage, packet.receiver.stage)
+        self.queue.put(self.queue.now + seconds, packet.receiver, self._arrive, packet)
 
     def begin(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -93,7 +102,7 @@ class PooledStep(TimedCluster[Node]):
             spent = self._seconds(node.rank, task, self.queue.now)
             self.spent[node.rank] += spent
             self.forwards[node.rank] += task.kind is F
-            if task.kind is F and not node.rank.stage:
+            if task.kind is F and not task.virtual_stage:
                 self.crossed += self._homes[task.microbatch] != node.rank.replica
             self.queue.put(self.queue.now + spent, node.rank, self._complete, spent)
 

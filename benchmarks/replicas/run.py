@@ -9,16 +9,17 @@ replica 0 is 1 (equal), 1.5, 2 and 4 times as slow; with --simulate also that of
 times are over that of equal replicas that run their own. Inputs of a microbatch, an activation and a gradient have
 64 KiB each; "bytes" are those that go to another replica.
 
-**Processes**, eight of them under torchrun, as PP 4 x DP 2 and PP 2 x DP 4: without ``share_replicas``, with
+**Processes**, eight of them under torchrun, as PP 4 x DP 2 and PP 2 x DP 4, or with ``--layout 4x2-2-looped`` and
+``4x2-2-v`` as PP 4 x DP 2 with two chunks a stage, which take half as long each: without ``share_replicas``, with
 ``"dealt"`` and with ``True`` ("claimed"), in turns by step; tasks sleep. Medians; "simulated" is the step of the engine
 or, claimed, of the cores of all ranks. Where a rank has become slower five steps are not measured. No gradients are
 summed. With --slow-links every message takes a millisecond (times the pace), one of a claim too; without dealing.
 
-**--simulate**: these and PP 8 x DP 8: microbatches of one size, without jitter, with messages of 1 ms (each of a claim
-too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma 0.5), which hints, dealing and claims
-know; and "late": the rank becomes slow in mid-step, which no step before has shown. "dropped": the replica with the
-slow rank is left out, and the others run its microbatches. "bound": no way to share microbatches among replicas, stage
-by stage included, takes less. "moved": microbatches that change replicas in a step that is dealt.
+**--simulate**: all these and PP 8 x DP 8: microbatches of one size, without jitter, with messages of 1 ms (each of a
+claim too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma 0.5), which hints, dealing and
+claims know; and "late": the rank becomes slow in mid-step, which no step before has shown. "dropped": the replica with
+the slow rank is left out, and the others run its microbatches. "bound": no way to share microbatches among replicas,
+stage by stage included, takes less. "moved": microbatches that change replicas in a step that is dealt.
 
 **--gains**: no rank is slow, PP 4, 16 microbatches a replica that differ as a profile says, limits n and 2n: how much
 claims gain since the step need not end with the replica that has most to do.
@@ -40,7 +41,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.replicas.settings import LATENCY_S, METHODS, REAL, Layout, Settings
+from benchmarks.replicas.settings import CHUNKED, LATENCY_S, METHODS, REAL, Layout, Settings
 from benchmarks.replicas.simulated import Case, gains, rows, seconds_by
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import parsed, parser_of, report, text_of
@@ -96,13 +97,18 @@ def measured(settings: Settings, reports: Iterable[Any]) -> Iterator[Measured]:
         yield Measured(str(layout), settings.latency, method, factor, seconds, seconds / equal, simulated, crossed)
 
 
+def _name_of(layout: Layout) -> str:
+    chunks = "" if layout.chunks == 1 else f"-{layout.chunks}-{layout.placement}"
+    return f"{layout.stages}x{layout.replicas}{chunks}"
+
+
 def main() -> None:
     """Measure, or simulate, and print."""
     parser = parser_of(__doc__, json_file=True)
     parser.add_argument("--simulate", action="store_true", help="by the engine and the cores")
     parser.add_argument("--gains", action="store_true", help="likewise, where no rank is slow")
-    names = {f"{each.stages}x{each.replicas}": each for each in REAL}
-    parser.add_argument("--layout", choices=names, help="stages x replicas of processes; by default both")
+    names = {_name_of(each): each for each in (*REAL, *CHUNKED)}
+    parser.add_argument("--layout", choices=names, help="stages x replicas of processes, and chunks; by default two")
     parser.add_argument("--slow-links", action="store_true", help="every message takes a millisecond, times the pace")
     parser.add_argument("--pace", type=float, default=1.0, help="how much longer tasks are")
     parser.add_argument("--rounds", type=int, default=8, help="measured steps of each method and factor, at least 1")

@@ -11,6 +11,8 @@ import numpy as np
 
 from rrfp.costs.table import CostTable
 from rrfp.lab.simulation import simulate
+from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout as ChunkLayout
 
 #: A forward and a whole backward, in seconds.
 FORWARD_S, BACKWARD_S = 0.010, 0.020
@@ -25,10 +27,12 @@ METHODS = ("plain", "dealt", "claimed")
 
 
 class Layout(NamedTuple):
-    """Stages, and copies of each."""
+    """Stages, copies of each, and where a stage has several chunks how these lie."""
 
     stages: int
     replicas: int
+    chunks: int = 1
+    placement: ChunkLayout = "looped"
 
     @property
     def slow_stage(self) -> int:
@@ -40,12 +44,19 @@ class Layout(NamedTuple):
         """M of each replica."""
         return 4 * self.stages
 
+    @property
+    def graph(self) -> TaskGraph:
+        """Of one replica; its virtual stages are equal, and take a share of a stage's time each."""
+        return TaskGraph.chain(self.stages, chunks=self.chunks, layout=self.placement)
+
     def __str__(self) -> str:
-        return f"PP {self.stages} x DP {self.replicas}"
+        text = f"PP {self.stages} x DP {self.replicas}"
+        return text if self.chunks == 1 else f"{text}, {self.chunks} chunks {self.placement}"
 
 
 REAL = (Layout(4, 2), Layout(2, 4))
-LAYOUTS = (*REAL, Layout(8, 8))
+CHUNKED = (Layout(4, 2, 2, "looped"), Layout(4, 2, 2, "v"))
+LAYOUTS = (*REAL, Layout(8, 8), *CHUNKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +102,14 @@ def table_of(
         stage: of that rank; None: `Layout.slow_stage`.
         latency: seconds that a message takes.
     """
-    factors = np.ones((layout.stages, 1)) * np.asarray(sizes)
-    factors[layout.slow_stage if stage is None else stage] *= slow
-    travel = np.full((layout.stages - 1, len(sizes)), latency)
+    slow_stage, stage_of = layout.slow_stage if stage is None else stage, layout.graph.stage_of
+    by_stage = [(slow if own == slow_stage else 1.0) / layout.chunks for own in stage_of]
+    factors = np.asarray(by_stage)[:, np.newaxis] * np.asarray(sizes)
+    travel = np.full((len(stage_of) - 1, len(sizes)), latency)
     forward, backward = FORWARD_S * factors, BACKWARD_S * factors
-    return CostTable(layout.stages, 1, "looped", len(sizes), forward, backward, None, travel, travel)
+    return CostTable(
+        layout.stages, layout.chunks, layout.placement, len(sizes), forward, backward, None, travel, travel
+    )
 
 
 def seconds_of(table: CostTable, sizes: Sequence[float] | None = None) -> float:

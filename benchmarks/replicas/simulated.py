@@ -132,18 +132,17 @@ class Case:
 
         def seconds(rank: Rank, task: Task, now: float) -> float:
             column = (task.microbatch - rank.replica * count) % len(flat)
-            own: float = times[rank.replica][task.kind is not F][rank.stage][column]
+            own: float = times[rank.replica][task.kind is not F][task.virtual_stage][column]
             is_late = self.kind == "late" and now >= half and rank.stage == self.slow_stage(replicas[rank.replica])
             return own * self.factor if is_late else own
 
         return PooledStep(
-            Layout(self.layout.stages, len(replicas)),
+            self.layout._replace(replicas=len(replicas)),
             [copy for copy in range(len(replicas)) for _ in range(count)],
             seconds,
             paces,
             sizes=flat if self.kind == "uneven" else None,
-            latency=self.latency,
-            limit=2 * self.layout.stages,
+            latency=lambda sender, receiver: self.latency,
         )
 
 
@@ -204,10 +203,11 @@ def _dealt(case: Case, steps: int) -> Iterator[tuple[float, int]]:
         deal = Deal.alone([*map(len, sizes)]) if known is None else dealt(sizes, known)
         own = [[sizes[home.replica][home.microbatch] for home in homes] for homes in deal.homes]
         tables = [case.table(step, replica, each) for replica, each in enumerate(own)]
-        busy = [(table.forward + table.backward).tolist() for table in tables]
+        busy = [(table.forward + table.backward).sum(axis=1) for table in tables]
+        here = [layout.graph.placement.virtual_stages(stage) for stage in range(layout.stages)]
         paces.observe(
             [
-                _report(stage, sum(busy[replica][stage]), len(own[replica]), sum(own[replica]))
+                _report(stage, float(busy[replica][[*here[stage]]].sum()), len(own[replica]), sum(own[replica]))
                 for stage in range(layout.stages)
                 for replica in range(layout.replicas)
             ]
@@ -248,17 +248,17 @@ def seconds_by(method: str, case: Case) -> float:
 def bound(case: Case) -> float:
     """A time that no way to share the microbatches of a step among replicas can beat.
 
-    Each stage has to run all microbatches on its copies, behind a forward through the stages before it and in front of
-    a backward through them.
+    Each stage has to run all microbatches on its copies, behind a forward through what comes before its first chunk and
+    in front of a backward through that.
     """
     layout, of_one = case.layout, table_of(case.layout, [1.0])
     each: list[float] = (of_one.forward + of_one.backward)[:, 0].tolist()
-    total, copies = layout.microbatches * layout.replicas, range(layout.replicas)
-    speeds = [
-        sum(1 / (case.factor if case.slow_stage(copy) == stage else 1.0) for copy in copies)
-        for stage in range(layout.stages)
-    ]
-    return max(sum(each[:stage]) + total * own / speeds[stage] for stage, own in enumerate(each))
+    total, copies, slowest = layout.microbatches * layout.replicas, range(layout.replicas), 0.0
+    for stage in range(layout.stages):
+        speed = sum(1 / (case.factor if case.slow_stage(copy) == stage else 1.0) for copy in copies)
+        own = layout.graph.placement.virtual_stages(stage)
+        slowest = max(slowest, sum(each[: own[0]]) + total * sum(each[v] for v in own) / speed)
+    return slowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ def _gain(profile: str, jitter: str, replicas: int, seed: int, rounds: int) -> t
         return float((forward if task.kind is F else backward)[rank.stage, task.microbatch])
 
     homes = [replica for replica in range(replicas) for _ in range(each)]
-    pooled = PooledStep(Layout(stages, replicas), homes, seconds, limit=limit)
+    pooled = PooledStep(Layout(stages, replicas), homes, seconds, limits=[limit] * stages)
     both = forward + backward
     least = float(max(both[:stage].sum(axis=0).min() + both[stage].sum() / replicas for stage in range(stages)))
     slowest = max(alone)

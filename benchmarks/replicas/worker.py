@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from benchmarks.replicas.settings import BACKWARD_S, FORWARD_S, LIMIT, METHODS, 
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.lab.emulated import EmulatedStage
-from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
@@ -33,26 +31,27 @@ ADAPTS = 5
 
 
 class Noted(EmulatedStage):
-    """Notes the microbatches whose forwards it runs."""
+    """Notes the forwards that it runs, by virtual stage and microbatch."""
 
-    ran: Sequence[int] = ()
+    ran: Sequence[tuple[int, int]] = ()
 
     def open(self, step: StepId, batch: Batch) -> None:
         super().open(step, batch)
         self.ran = []
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        self.ran = [*self.ran, task.microbatch]
+        self.ran = [*self.ran, (task.virtual_stage, task.microbatch)]
         return super().forward(task, inputs)
 
 
-def crossed_bytes(layout: Layout, ran: Sequence[Sequence[int]]) -> int:
+def crossed_bytes(layout: Layout, ran: Sequence[Sequence[tuple[int, int]]]) -> int:
     """Of inputs, activations and gradients that went to another replica in a claimed step; ``ran`` is by rank."""
     count = layout.replicas
     homes = {m: m // layout.microbatches for m in range(layout.microbatches * count)}
-    takers = [{m: copy for copy in range(count) for m in ran[rank + copy]} for rank in range(0, len(ran), count)]
-    inputs, *outputs = [sum(before[m] != here[m] for m in homes) for before, here in pairwise([homes, *takers])]
-    return TENSOR_BYTES * (inputs + 2 * sum(outputs))
+    takers = {forward: rank % count for rank, own in enumerate(ran) for forward in own}
+    num_inputs = sum(takers[0, m] != home for m, home in homes.items())
+    num_outputs = sum(takers[v, m] != takers[v - 1, m] for v, m in takers if v)
+    return TENSOR_BYTES * (num_inputs + 2 * num_outputs)
 
 
 def run(settings: Settings, stack: ExitStack) -> None:
@@ -62,17 +61,18 @@ def run(settings: Settings, stack: ExitStack) -> None:
     is_slow = place.stage == layout.slow_stage and place.replica == 0
 
     def seconds(task: Task) -> float:
-        own = FORWARD_S if task.kind is Kind.F else BACKWARD_S
+        own = (FORWARD_S if task.kind is Kind.F else BACKWARD_S) / layout.chunks
         return settings.pace * own * (factor if is_slow else 1.0)
 
     slow_links: Any = delaying(Delays(settings.pace * settings.latency))
-    graph = TaskGraph.chain(layout.stages)
-    programs = {name: Noted(graph, seconds, num_bytes=TENSOR_BYTES) for name in settings.methods}
+    programs = {name: Noted(layout.graph, seconds, num_bytes=TENSOR_BYTES) for name in settings.methods}
     pipes = {
         name: stack.enter_context(
             Pipeline(
                 program,
                 topology=place,
+                chunks=layout.chunks,
+                placement=layout.placement,
                 limit=LIMIT,
                 share_replicas=SHARED[name],
                 transport=slow_links if settings.latency else "auto",

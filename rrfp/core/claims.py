@@ -18,8 +18,9 @@ to be larger waits until it fits, or nothing is held.
 Nothing starves, and D keeps its limit on every rank: docs/memory-rules.md has the proof.
 
 **Which one a copy claims**: of the deepest chunk that admits one the first of those offered, in the order that the hint
-has for the microbatches of each replica, and of equal places that which its own replica holds; where copies claim far
-ahead, since news takes long, those of others count as later by as much. Where this holds none, it helps others only
+has for the microbatches of each replica, and of equal places that which its own replica holds. Those of others count as
+later where copies claim far ahead, since news takes long, and where more than a few copies would find the same one
+behind, and relieve it of too much (`lead_of`). Where this holds none, it helps others only
 with those of a slow copy, and once it has no ready task and of its own caller's microbatches none is left that may come
 here by itself: to help before would take a forward from a copy that is about to run it.
 
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rrfp.core import events as ev
@@ -55,7 +56,21 @@ SPARE = 0.5
 #: A copy that takes no more than so much longer than the quickest is not slow: paces vary.
 SLOW = 1.2
 
+#: So many copies do not relieve one that is behind of too much.
+FEW = 4
+
 _NOBODY = -1
+
+
+def lead_of(stages: Iterable[Sequence[float]], copies: int, sizes: Sequence[float] | None) -> int:
+    """The `Pool.lead` of a step, of whose stages these are the paces, empty where they are not known.
+
+    Copies that are behind by chance alone are left to themselves. What a slow copy has to do, or one with larger
+    microbatches, is not chance.
+    """
+    known = [*stages]
+    is_even = known and sizes is None and all(paces and max(paces) <= SLOW * min(paces) for paces in known)
+    return max(0, copies - FEW) if is_even else 0
 
 
 class _Line(NamedTuple):
@@ -195,6 +210,7 @@ class Claims:
             if self._sizes[m] * self.length <= longest or self._is_due(holder, held):
                 later = ahead if holder != own else 0  # others may have claimed so much before that is heard here
                 urgency = later - counts[holder] if is_near_end else 0
+                later += self._pool.lead if holder != own else 0
                 lines.append(_Line(urgency, self._position_of[m] // copies + later, (holder - own) % copies, m))
         if not may_help and all(line.distance for line in lines):
             lines = [line for line in lines if self._is_slow[holders[line.microbatch]]]

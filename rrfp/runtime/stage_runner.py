@@ -7,7 +7,7 @@ but for the lane. `CoreDriver` runs the tasks of a step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import Any
@@ -29,7 +29,8 @@ from rrfp.runtime.core_driver import CoreDriver
 from rrfp.runtime.stall.watchdog import Watchdog
 from rrfp.runtime.statistics import RankStatistics, explain_shortage
 from rrfp.runtime.steps.batch_copies import BatchCopies, CopiedBatch
-from rrfp.runtime.steps.dealer import Dealer
+from rrfp.runtime.steps.deal import Home
+from rrfp.runtime.steps.dealer import Dealer, ReplicaExchange
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.sharer import ForwardSharer
@@ -63,21 +64,22 @@ class StageRunner:
         self.core = core
         self._program = program
         #: Its failure, which may be read and raised on any thread.
-        self.abort = AbortController(topology, transport, self._stop, core.graph.text_of)
+        self.abort = AbortController(topology, transport, self._stop, self._text_of)
+        #: By microbatch of the newest step, whose caller has it; empty where replicas do not share it.
+        self._homes: Sequence[Home] = ()
         self._driver = driver = CoreDriver(context, core, program)
         self._all_gather = TreeAllGather(topology.rank, topology.world, driver.messenger.post)
         self._reporter = StepReporter(context, core, self._all_gather, driver.follower)
-        self._dealer: Dealer | None = None
-        self._sharer: ForwardSharer | None = None
+        #: Where replicas share steps.
+        self._exchange: ReplicaExchange | None = None
         if (seeds := settings.replica_seeds) is not None:
             parts = program, seeds, self._all_gather, driver.messenger, driver.executor
             if settings.claims:
-                self._sharer = ForwardSharer(context, core, driver.on_event, driver.follower, *parts)
-                driver.add_performers(self._sharer.performers)
-                self._reporter.observe = self._sharer.observe
+                self._exchange = sharer = ForwardSharer(context, core, driver.on_event, driver.follower, *parts)
+                driver.add_performers(sharer.performers)
             else:
-                self._dealer = Dealer(context, *parts)
-                self._reporter.observe = self._dealer.observe
+                self._exchange = Dealer(context, *parts)
+            self._reporter.observe = self._exchange.observe
         #: With another replica, of what callers pass.
         self._copies = BatchCopies(context, driver.messenger, driver.executor) if settings.copies else None
         self.health = Watchdog(context, driver, self._all_gather)
@@ -98,10 +100,8 @@ class StageRunner:
             MessageKind.CLOSED: context.closed_peers.on_message,
             MessageKind.ABORT: self.abort.on_message,
         }
-        if self._dealer is not None:
-            handlers[MessageKind.MICROBATCH] = self._dealer.on_message
-        if self._sharer is not None:
-            handlers.update(self._sharer.handlers)
+        if self._exchange is not None:
+            handlers.update(self._exchange.handlers)
         if self._copies is not None:
             handlers.update(self._copies.handlers)
         try:
@@ -135,18 +135,16 @@ class StageRunner:
             copies = self._copies if plan.step.mode is Mode.TRAIN else None
             if copies is not None:
                 copies.begin(plan)
-            if self._dealer is not None:
-                plan = await self._dealer.deal(plan)
+            if self._exchange is not None:
+                plan = await self._exchange.share(plan)
                 self._context.activity.begin_step(plan.step, plan.batch.training_step)
-            if self._sharer is not None:
-                plan = await self._sharer.share(plan)
-                self._context.activity.begin_step(plan.step, plan.batch.training_step)
+            self._homes = plan.homes_of(self.topology.replica)
             await self._share_weights(plan)
-            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_room)
+            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_rooms)
             reporter.open(plan, self._read_losses)
             await self._driver.finished.wait()
-            if self._sharer is not None:
-                await self._sharer.settle()
+            if self._exchange is not None:
+                await self._exchange.settle()
             if copies is not None:
                 await copies.settle()
             return await self._end_step(plan)
@@ -166,7 +164,8 @@ class StageRunner:
         driver = self._driver
         # Where a device computes them reading waits for it, and must not keep the lane from issuing tasks. In virtual
         # time nothing may come between two tasks that the simulator does not know.
-        is_last = self._context.lane.device is not None or self._context.time.is_virtual or self._sharer is not None
+        context = self._context
+        is_last = context.lane.device is not None or context.time.is_virtual or context.settings.claims
         await (driver.finished if is_last else driver.outputs_complete).wait()
         return await driver.executor.run_extra("the losses of the step", self._program.losses_by_part)
 
@@ -308,6 +307,11 @@ class StageRunner:
     def job(self) -> str:
         """Names this pipeline among all that run at any time, equal on all its ranks, once it has started."""
         return f"{self.health.process_of(0)!r} {self._context.transport.context.run_id}"
+
+    def _text_of(self, task: Task) -> str:
+        """``task`` for people, with the number that the microbatch's own caller gave it where replicas share a step."""
+        text, homes = self.core.graph.text_of(task), self._homes
+        return f"{text} (microbatch {homes[task.microbatch]})" if task.microbatch < len(homes) else text
 
     def _release(self) -> None:
         """Serve nothing more on this rank. May be called twice."""

@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
         case Origin():
             return [value.stage, value.task, value.cause, value.rank]
         case ev.Pool():
-            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces]]
+            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces], value.lead]
     return value
 
 
@@ -280,10 +280,11 @@ def _origin(field: str, value: Any) -> Origin:
 
 
 def _pool(field: str, value: Any) -> ev.Pool:
-    copy, copies, homes, depth, paces = value
+    copy, copies, homes, depth, paces, lead = value
     numbers = (whole(field, each, 0) for each in homes)
     seconds = (number(field, each, 0) for each in paces)
-    return ev.Pool(whole(field, copy, 0), whole(field, copies, 1), (*numbers,), whole(field, depth, 1), (*seconds,))
+    counts = whole(field, copy, 0), whole(field, copies, 1), (*numbers,), whole(field, depth, 1)
+    return ev.Pool(*counts, (*seconds,), whole(field, lead, 0))
 
 
 #: How a field of each type is read.
@@ -298,6 +299,7 @@ _READERS: Mapping[Any, Callable[..., Any]] = {
     ev.Pool: _pool,
     Hashable: whole,
     tuple[float, ...]: lambda field, value: tuple(number(field, each) for each in value),
+    tuple[float | None, ...]: lambda field, value: tuple(_field(field, float | None, each) for each in value),
 }
 _EVENTS: Mapping[str, type] = {event.__name__: event for event in get_args(ev.Event)}
 
@@ -312,7 +314,7 @@ def _event(name: str, values: Sequence[Any]) -> Any:
         raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
     hints = _fields_of(kind)
     if kind is ev.StepOpened and len(hints) - 4 < len(values) < len(hints):
-        # rrfp 0.1 had no limit, no room and no pool of a step.
+        # rrfp 0.1 had no limit, no rooms and no pool of a step.
         values = [*values, *[None] * (len(hints) - len(values))]
     if len(values) != len(hints):
         raise ValueError(f"{name} has {len(values)} fields, must have {', '.join(hints)}")

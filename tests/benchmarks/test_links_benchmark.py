@@ -11,18 +11,25 @@ import pytest
 from installed import ROOT
 
 from benchmarks.links import trace
-from benchmarks.links.simulated import LINKS, cells, kinds
+from benchmarks.links.simulated import CLAIMED, LINKS, cells, kinds
 
 
 def test_within_auto_a_whole_backward_reaches_the_bound_and_a_split_one_pays_one_round_trip() -> None:
     found = {(cell.links, cell.delay, cell.method): cell for cell in cells()}
     whole, split = (found["none", 0, f"{backward}, auto"] for backward in ("whole", "split"))
     for (links, delay, method), cell in found.items():
-        if links not in LINKS or not method.endswith("auto"):
+        if links not in LINKS or not method.endswith("auto") or method == CLAIMED:
             continue
         base = whole if method.startswith("whole") else split
         assert cell.milliseconds == pytest.approx(base.milliseconds + 2 * delay * len(LINKS[links]))
         assert cell.held <= 1.5 * 8 * 8
+
+
+def test_with_claims_a_step_takes_one_round_trip_of_each_slow_link_more() -> None:
+    found = {(cell.links, cell.delay): cell for cell in cells() if cell.method == CLAIMED}
+    for (links, delay), cell in found.items():
+        expected = found["none", 0].milliseconds + 4 * delay * len(LINKS.get(links, ()))
+        assert cell.milliseconds == pytest.approx(expected)
 
 
 def test_every_kind_of_pipeline_is_run_within_every_limit() -> None:

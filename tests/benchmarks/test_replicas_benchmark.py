@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from fork_server import fork_server, printed
@@ -59,8 +61,28 @@ def test_processes_run_all_methods_with_every_factor(latency: float) -> None:
 
 
 def test_bytes_that_cross_are_those_between_copies_of_two_replicas() -> None:
-    layout = Layout(2, 2)
     first, second = [*range(8)], [*range(8, 16)]
-    assert crossed_bytes(layout, [first, second, first, second]) == 0
-    assert crossed_bytes(layout, [first, second, first[1:], [*second, 0]]) == 2 * TENSOR_BYTES
-    assert crossed_bytes(layout, [first[1:], [*second, 0], first[1:], [*second, 0]]) == TENSOR_BYTES
+
+    def crossed(*ran: Sequence[int]) -> int:
+        """``ran`` is by virtual stage and copy."""
+        layout = Layout(2, 2, len(ran) // 4, "v")
+        stage_of, by_rank = layout.graph.stage_of, [list[tuple[int, int]]() for _ in range(4)]
+        for place, microbatches in enumerate(ran):
+            v, copy = divmod(place, 2)
+            by_rank[2 * stage_of[v] + copy] += [(v, m) for m in microbatches]
+        return crossed_bytes(layout, by_rank) // TENSOR_BYTES
+
+    fewer, more = first[1:], [*second, 0]
+    assert crossed(first, second, first, second) == 0
+    assert crossed(first, second, fewer, more) == 2
+    assert crossed(fewer, more, fewer, more) == 1
+    assert crossed(first, second, first, second, first, second, fewer, more) == 2
+    assert crossed(first, second, fewer, more, fewer, more, first, second) == 4
+
+
+@pytest.mark.parametrize("placement", ["looped", "v"])
+def test_stages_of_several_chunks_share_each_for_itself(placement: Literal["looped", "v"]) -> None:
+    for row in rows((Layout(2, 2, 2, placement),), 1, ("J0",)):
+        assert row.bound is not None
+        assert row.bound <= row.claimed + 1e-9
+        assert row.claimed < row.plain - 0.1 or row.factor == 1.0

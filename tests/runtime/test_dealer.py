@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,60 @@ def test_with_sizes_each_replica_runs_as_much_whatever_the_number() -> None:
     ran = {program.place.replica: sum(program.sizes.values()) for program in ranks}
     assert sum(ran.values()) == sum(map(sum, sizes))
     assert max(ran.values()) < 0.8 * sum(sizes[0])
+
+
+def test_where_some_ranks_of_a_replica_lack_sizes_microbatches_count_the_same() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> list[rrfp.StepResult]:
+        stage, replica, _ = MESH.place_of(rank)
+        sizes = None if stage else [1.0] * GIVEN[replica]
+        return [pipe.step(**batch_of(rank, number), sizes=sizes) for number in range(STEPS)]
+
+    for outcome in run(programs(), body).join():
+        slow, quick = outcome.value[-1].dealt
+        assert slow + quick == sum(GIVEN)
+        assert slow < GIVEN[0]
+
+
+class Takes(Counts):
+    """Notes what another caller has passed."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(rank, seconds)
+        self.taken: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+        seed, _ = self._batch.homes.get(task.microbatch, (None, 0))
+        if seed == replica_seed(0, 1 - self.place.replica):
+            passed = self._batch.targets if self.place.stage else self._batch.inputs
+            self.taken.append(weakref.ref(passed[task.microbatch]))
+        return super().forward(task, inputs)
+
+
+def test_what_another_caller_passed_is_forgotten_at_the_end_of_the_step() -> None:
+    ranks = [Takes(rank, program.seconds) for rank, program in enumerate(programs())]
+
+    def body(rank: int, pipe: BlockingPipeline) -> int:
+        for number in range(STEPS):
+            pipe.step(**batch_of(rank, number))
+            assert [taken() for taken in ranks[rank].taken] == [None] * len(ranks[rank].taken)
+        return len(ranks[rank].taken)
+
+    assert sum(outcome.value for outcome in run(ranks, body).join()) > STEPS - FEW
+
+
+def test_a_task_that_fails_is_named_with_its_own_callers_number() -> None:
+    class Fails(Counts):
+        def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+            if task.microbatch >= GIVEN[1]:
+                raise ValueError("enough")
+            return super().forward(task, inputs)
+
+    failing = Fails(3)
+    for abort in aborted(run([*programs()[:3], failing], steps).join()):
+        assert abort.origin.task is not None
+        forward, home = abort.origin.task.split(" ", 1)
+        _, number = failing.reopened[-1].homes[rrfp.Task.parse(forward).microbatch]
+        assert home == f"(microbatch {number} of replica 0)"
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,10 @@ def test_a_rank_that_fails_amid_claims_is_named_on_all() -> None:
     for abort in aborted(run([*programs()[:3], Fails(3)], steps).join()):
         assert "enough" in str(abort)
         assert abort.origin.rank == 3
+        assert abort.origin.task is not None
+        forward, home = abort.origin.task.split(" ", 1)
+        replica, own = divmod(rrfp.Task.parse(forward).microbatch, GIVEN[0])
+        assert home == f"(microbatch {own} of replica {replica})"
 
 
 class Twice(InprocTransport):

@@ -11,6 +11,7 @@ from rrfp.core import events as ev
 from rrfp.core.claims import Claims, Grants
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ProtocolError
+from rrfp.memory.byte_limit import ByteLimit
 from rrfp.memory.rules import MemoryRule
 from rrfp.model.tasks import F
 
@@ -59,6 +60,11 @@ def counts_no_claims(patch: pytest.MonkeyPatch) -> None:
             self._claimed = claimed
 
     patch.setattr(Claims, "next", forgetful)
+
+
+def fits_or_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A copy that holds nothing claims no forward that is larger than its limit either."""
+    patch.setattr(ByteLimit, "has_room", ByteLimit._fits)
 
 
 def keeps_a_lost_claim(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from rrfp.lab.faults.faults import (
 from rrfp.lab.faults.scenario import Parallelism, Scenario, SharedForwards
 from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
+from rrfp.model.placement import Layout
 from rrfp.model.tasks import Mode, Task
 from rrfp.testing.faults import Ending, make_scenario, run_scenario
 
@@ -44,13 +46,20 @@ def shared(
     limit: int | None = 2,
     copies: int = 2,
     stages: int = 2,
+    chunks: int = 1,
+    layout: Layout = "looped",
     slow: float = 1.0,
+    held: tuple[int, ...] = (),
 ) -> Scenario:
-    """The callers have the microbatches in turn; replica 0 may be slow, which all know."""
-    one = limited(scenario(*faults, graph=TaskGraph.chain(stages), steps=steps), Limit(limit))
+    """The callers have the microbatches in turn; replica 0 may be slow, which all know.
+
+    ``held``: bytes by microbatch, under a limit that the largest fits exactly.
+    """
+    graph = TaskGraph.chain(stages, chunks=chunks, layout=layout)
+    one = limited(scenario(*faults, graph=graph, steps=steps), Limit(limit, max(held, default=None)))
     homes = tuple(tuple(m % copies for m in range(count)) for _, count in steps)
     paces = ((slow, *(1.0,) * (copies - 1)),) * stages
-    pool = SharedForwards(homes, depth=2, paces=paces, are_known=slow > 1)
+    pool = SharedForwards(homes, depth=2, paces=paces, are_known=slow > 1, bytes_held=held)
     return replace(one, parallelism=Parallelism(replicas=copies), shared=pool)
 
 
@@ -59,6 +68,8 @@ CASES = {
     "four steps": shared(steps=STEPS, limit=1),
     "three copies, one is slow": shared(limit=None, copies=3, slow=3.0),
     "one stage": shared(stages=1, slow=3.0),
+    "two chunks": shared(chunks=2, limit=1),
+    "a V under a limit on bytes": shared(chunks=2, layout="v", held=(3, 1, 2, 3)),
 }
 
 
@@ -74,13 +85,14 @@ def sent_in(name: str) -> list[tuple[float, AnyId]]:
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_says_all_that_there_is_to_say(name: str) -> None:
     one, sent = CASES[name], [message for _, message in sent_in(name)]
-    copies, stages = one.parallelism.replicas, len(one.limits)
+    copies, stage_of = one.parallelism.replicas, one.graph.stage_of
+    links = sum(before != here for before, here in pairwise(stage_of))  # what follows on its stage is claimed with it
     count = sum(step.microbatches for step in one.steps if step.mode is TRAIN)
     by_sort = Counter(message.sort for message in sent)
-    assert by_sort["offer"] == count * (stages - 1) * copies
+    assert by_sort["offer"] == count * links * copies
     # To all copies but the one that runs it; and to that one as well where it is not the caller's.
-    assert by_sort["grant"] == count * stages * (copies - 1)
-    assert by_sort["claim"] >= count * (stages - 1)
+    assert by_sort["grant"] == count * (links + 1) * (copies - 1)
+    assert by_sort["claim"] >= count * links
 
 
 def faults_of(message: AnyId) -> list[Fault]:
@@ -174,6 +186,14 @@ def test_a_lost_output_is_named_with_the_copy_that_has_claimed_it() -> None:
     assert "stage 1 replica 0 waits for F0@0, which stage 0 replica 0 sent, and which never arrived" in text
 
 
+def test_a_lost_grant_of_a_deeper_chunk_is_named_with_its_virtual_stage() -> None:
+    grants = (m for _, m in sent_in("two chunks") if isinstance(m, ClaimMessageId) and m.sort == "grant")
+    grant = next(message for message in grants if message.about.virtual_stage == 2)
+    run = run_scenario(replace(CASES["two chunks"], faults=(Lose(grant),)))
+    assert (run.ending, run.problems) == (Ending.STALLED, ())
+    assert f"waits for grant {grant.about}, which " in run.text
+
+
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -200,6 +220,11 @@ def test_the_runs_that_are_drawn_have_everything_that_they_should() -> None:
     assert 60 < len(made) < 240
     assert {one.parallelism.replicas for one in made} == {2, 3}
     assert {len(one.limits) for one in made} == {1, 2, 3}
+    shapes = {(one.graph.placement.chunks, one.graph.placement.layout) for one in made}
+    assert shapes >= {(chunks, layout) for chunks in (2, 3) for layout in ("looped", "v")}
+    rooms = [(one.limits[0].bytes, one.most_held) for one in made if one.limits[0].bytes is not None]
+    assert any(room < largest for room, largest in rooms)
+    assert any(room > largest for room, largest in rooms)
     pools = [one.shared for one in made if one.shared is not None]
     assert {pool.depth for pool in pools} == {1, 2, 3}
     assert {pool.are_known for pool in pools} == {True, False}
@@ -220,6 +245,7 @@ def test_the_runs_that_are_drawn_have_everything_that_they_should() -> None:
         (broken.helps_nobody, "it stalled, and no message was lost"),
         (broken.tells_nobody, "it stalled, and no message was lost"),
         (broken.leaves_gradients_in_its_replica, "which has not run the forward"),
+        (broken.fits_or_nothing, "it stalled, and no message was lost"),
         (broken.drops_what_it_holds, "its output was dropped"),
         (broken.refuses_late_claims, "was claimed after the step"),
         (broken.takes_what_comes_twice, "which arrived twice"),

@@ -17,7 +17,7 @@ from sim.adversaries import ADVERSARIES
 
 from rrfp import Hint, View
 from rrfp.core import events as ev
-from rrfp.core.claims import Claims
+from rrfp.core.claims import Claims, lead_of
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import Origin, ProtocolError
@@ -281,6 +281,24 @@ def test_a_copy_that_holds_microbatches_leaves_the_only_forward_of_another_to_it
     first = _claims_of(1, [0, 0, 0], [0, 0, 0], has_gradients=False)  # its caller has them all from the beginning
     assert first.next(holding(1), is_idle=True) is None
     assert first.next(holding(0), is_idle=True) == 0
+
+
+@pytest.mark.parametrize("lead", [0, 2])
+def test_others_go_first_where_they_are_earlier_by_more_than_the_lead(lead: int) -> None:
+    """Replica 1 offers one of its microbatches, and replica 2 its first ones."""
+    homes = (0,) * 5 + (1,) * 5 + (2,) * 5
+    for place in range(5):
+        claims = Claims(ev.Pool(1, 3, homes, lead=lead), [3 * (m % 5) + homes[m] for m in range(15)])
+        for m, holder in ((5 + place, 1), (10, 2), (11, 2)):
+            claims.offer(m, holder)
+        assert claims.next(holding(1), is_idle=True) == (10 if place > lead else 5 + place)
+
+
+def test_copies_are_left_to_themselves_where_they_are_many_and_nothing_tells_them_apart() -> None:
+    even, slow = [(1.0,) * 8, (1.1,) * 8], [(1.0,) * 8, (1.0,) * 7 + (1.5,)]
+    assert lead_of(even, 8, None) == 4
+    assert lead_of(even, 4, None) == lead_of(slow, 8, None) == lead_of(even, 8, (1.0, 2.0)) == 0
+    assert lead_of([], 8, None) == lead_of([(), ()], 8, None) == 0, "nobody knows yet"
 
 
 def test_near_the_end_the_holder_of_most_goes_first() -> None:

@@ -37,10 +37,10 @@ class FaultChecker(RankChecker):
     reference: Reference
 
     def __init__(self, rank: Rank, scenario: Scenario) -> None:
-        graph, limit, parallelism = scenario.graph, scenario.limits[rank.stage], scenario.parallelism
+        graph, limit = scenario.graph, scenario.limits[rank.stage]
         # One forward of each chunk may start on any size: the first, whose size is unknown, and one while nothing is
         # held from its chunk on. In a forced order so may the lowest microbatch of each.
-        extra = graph.placement.chunks_of(rank.stage) * max(parallelism.bytes_held) * (2 if scenario.in_order else 1)
+        extra = graph.placement.chunks_of(rank.stage) * scenario.most_held * (2 if scenario.in_order else 1)
         most_bytes = None if limit.bytes is None else limit.bytes + extra
         super().__init__(
             rank,
@@ -86,11 +86,10 @@ class FaultNode(Node):
         """Its next step begins, on nothing."""
         super().open_step(step)
         scenario, rank = self._scenario, self.rank
-        salts: Sequence[int | None] = scenario.salts_of(step, rank)
         pool = scenario.pool_of(step, rank)
-        if pool is not None and not rank.stage:  # what other callers passed comes with the grant
-            salts = [salt if home == rank.replica else None for salt, home in zip(salts, pool.homes, strict=True)]
-        self.values.open_step(scenario.visits_of(step), salts)
+        # What other callers passed for the first virtual stage comes with the grant.
+        absent = () if pool is None else [m for m, home in enumerate(pool.homes) if home != rank.replica]
+        self.values.open_step(scenario.visits_of(step), scenario.salts_of(step, rank), absent)
         self.sums = {}
 
 
@@ -375,7 +374,7 @@ class FaultCluster(TimedCluster[FaultNode]):
     def bytes_held(self, node: FaultNode, task: Task) -> int:
         """The same after each task of a chunk but the last."""
         is_last = task.kind is self._scenario.graph.last_kind(task.virtual_stage, Mode.TRAIN)
-        return 0 if is_last else self._parallelism.bytes_held[node.rank.member]
+        return 0 if is_last else self._scenario.bytes_held(node.rank, task.microbatch)
 
     def preview(self, node: FaultNode, task: Task) -> None:
         """Its inputs show exactly what it will hold here."""
@@ -417,7 +416,7 @@ class FaultCluster(TimedCluster[FaultNode]):
             latency = self._scenario.latency(content, packet.sender.member)
             content = ev.Arrived(content.step, content.task, consumed=content.consumed)
         elif (microbatch := _given(packet)) is not None:
-            value = sender.values.salts[microbatch] or 0
+            value = sender.values.given[microbatch] or 0
         parcel = Parcel(message, number, packet._replace(content=content), value)
         self._put(self.network.send(parcel, self.queue.now, latency))
 
@@ -457,7 +456,7 @@ class FaultCluster(TimedCluster[FaultNode]):
         self._breach = None if is_for_arbiter else breach
         assert parcel.packet is not None, f"{parcel.id} has no content"
         if (microbatch := _given(parcel.packet)) is not None and content.step == node.step_or_none:
-            node.values.salts[microbatch] = parcel.value
+            node.values.given[microbatch] = parcel.value
         self.failures.accept(node, partial(self.deliver, parcel.packet), parcel.id, breach if is_for_arbiter else None)
 
     # What a core takes in, and what it must refuse.

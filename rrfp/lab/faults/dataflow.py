@@ -7,7 +7,7 @@ input anywhere therefore differs from `reference`, which knows no schedule and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import KINDS, F, Mode, StepId, Task
@@ -63,8 +63,10 @@ class StageValues:
 
     def __init__(self, graph: TaskGraph) -> None:
         self._graph = graph
-        #: By microbatch, the salt of what a caller passed for it; None where that is still to come.
-        self.salts: list[int | None] = []
+        #: By microbatch, the salt of what a caller passed for it; None where that is still to come, for the first
+        #: virtual stage.
+        self.given: list[int | None] = []
+        self._salts: Sequence[int] = ()
         #: Outputs, of this rank and received; the core says when they are dropped.
         self._outputs: dict[Task, int] = {}
         #: Activations and input gradients that later tasks of the same virtual stage read.
@@ -79,10 +81,11 @@ class StageValues:
         """By virtual stage: the sum so far."""
         return self._gradients
 
-    def open_step(self, visits: Visits, salts: Sequence[int | None]) -> None:
-        """Nothing of the last step is left, and what came early counts."""
+    def open_step(self, visits: Visits, salts: Sequence[int], absent: Collection[int] = ()) -> None:
+        """Nothing of the last step is left, and what came early counts; ``absent``: what is still to be given."""
         self._visits = visits
-        self.salts = [*salts]
+        self._salts = salts
+        self.given = [None if m in absent else salt for m, salt in enumerate(salts)]
         self._outputs = dict(self._early)
         self._early = []
         self._kept = {}
@@ -109,7 +112,7 @@ class StageValues:
             if source not in held:
                 raise MissingInputError(f"{task} ran without {source}")
             read.append(held[source])
-        if (salt := self.salts[task.microbatch]) is None:
+        if (salt := (self._salts if task.virtual_stage else self.given)[task.microbatch]) is None:
             raise MissingInputError(f"{task} ran without what the caller passed for it")
         return value_of(step, task, tuple(read), salt)
 

@@ -5,8 +5,9 @@ Asked of the cores once every rank is idle and nothing is in flight. It knows ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from rrfp.arbiter.coordination import GroupMessageKind
 from rrfp.core.claims import Sharing
@@ -115,12 +116,11 @@ class DeadlockReport:
     def _shared(self, node: Node, step: StepId, sharing: Sharing) -> Iterator[Debt]:
         """Outputs, and what is said of forwards, where replicas share them."""
         rank = node.rank
-        ((virtual_stage, claims),) = sharing.claims.items()
 
         def debt(sort: ClaimSort, forward: Task, sender: Node, receiver: Node) -> Debt:
             return Debt(ClaimMessageId(step.number, sort, forward, sender.rank, receiver.rank), was_sent=True)
 
-        for m in range(step.microbatches):
+        for (virtual_stage, claims), m in product(sharing.claims.items(), range(step.microbatches)):
             forward = Task(F, m, virtual_stage)
             producer = forward._replace(virtual_stage=virtual_stage - 1)
             home = self._at[0, sharing.pool.homes[m], rank.member]
@@ -135,15 +135,16 @@ class DeadlockReport:
                     yield Debt(MessageId(step.number, producer, holder.rank, rank), was_sent=True)
                 elif taker is not None and claims.takers[m] < 0:
                     yield debt("grant", forward, holder, node)
-            for source in self._owed(rank, m) if claims.is_own(m) else ():
+            for source in self._owed(rank, m, sharing.claimed_with(virtual_stage)) if claims.is_own(m) else ():
                 if (sender := self._runner(step, source._replace(kind=F))) is not None:
                     message = MessageId(step.number, source, sender.rank, rank)
                     yield Debt(message, self._has_run(sender, step, [source]))
 
-    def _owed(self, rank: Rank, microbatch: int) -> list[Task]:
-        """What tasks of ``microbatch`` on ``rank`` wait for from other stages."""
+    def _owed(self, rank: Rank, microbatch: int, virtual_stages: Collection[int]) -> list[Task]:
+        """What tasks of ``microbatch`` on some of the virtual stages of ``rank`` wait for from other stages."""
         where = self._nodes[0].core.graph.placement.stage_of
-        entries = [entry for task, entry in self._waiting[rank].items() if task.microbatch == microbatch]
+        tasks = {task: entry for task, entry in self._waiting[rank].items() if task.microbatch == microbatch}
+        entries = [entry for task, entry in tasks.items() if task.virtual_stage in virtual_stages]
         sources = {source for entry in entries for source in entry.absent}
         return sorted(source for source in sources if where(source.virtual_stage) != rank.stage)
 

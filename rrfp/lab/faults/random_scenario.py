@@ -224,7 +224,7 @@ _STRICT = "strict "
 #: The share of seeds whose graph is any, and no chain; there each stage has one rank. Drawn apart from all else.
 _BRANCHES = 0.2
 
-#: The share of seeds whose replicas share forwards, with one chunk a stage; drawn apart, too.
+#: The share of seeds whose replicas share forwards; drawn apart, too.
 _SHARED = 0.15
 
 #: Hints whose choice is a function of the ready set and of what ran: the only ones that must come to an agreement.
@@ -257,9 +257,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     steps = _steps(shape)
     may_share = not alone and not has_branches and any(step.mode is Mode.TRAIN for step in steps)
     shares = may_share and pool.random() < _SHARED and (hint is None or not create_hint(hint).may_wait)
-    if shares:
-        number = pool.choice([1, 2, 2, 3])
-        graph = TaskGraph(Placement(number, 1), split=_split(pool, number))
+    graph = _shared_graph(pool) if shares else graph
     stages, count = graph.placement.stages, graph.placement.num_virtual_stages
     has_skips = branches.random() < has_branches / 2
     visits = random_visits(count, steps[0].microbatches, branches) if has_skips else None
@@ -279,8 +277,11 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     together = random.Random(f"{seed} crew")
     alone = alone or has_branches
     parallelism = Parallelism() if alone else _parallelism(together, stages, most, may_agree=method in _AGREEABLE)
+    shared = None
     if shares:
         parallelism = Parallelism(replicas=pool.choice([2, 2, 3]))
+        shared = _shared(pool, stages, parallelism.replicas, steps)
+        limits = _shared_limits(pool, limits, graph.placement.chunks, shared.bytes_held)
     elif any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
         is_free = together.random() < 0.5
@@ -304,7 +305,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         parallelism=parallelism,
         takes_offers=_takes_offers(seed, depth, parallelism, limits),
         visits=visits if visits is not None and visits.are_partial else None,
-        shared=_shared(pool, stages, parallelism.replicas, steps) if shares else None,
+        shared=shared,
     )
     rng = random.Random(f"{seed} faults")
     if not shares:
@@ -317,7 +318,26 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
 def _shared(rng: random.Random, stages: int, copies: int, steps: Sequence[StepId]) -> SharedForwards:
     homes = tuple([tuple([rng.randrange(copies) for _ in range(step.microbatches)]) for step in steps])
     paces = tuple([tuple([rng.choice([1.0, 1.0, 2.0, 5.0]) for _ in range(copies)]) for _ in range(stages)])
-    return SharedForwards(homes, rng.choice([1, 1, 2, 3]), paces, are_known=rng.random() < 0.5)
+    depth, are_known, most = rng.choice([1, 1, 2, 3]), rng.random() < 0.5, max(map(len, homes))
+    held = tuple([rng.randint(1, 9) for _ in range(most)]) if rng.random() < 0.4 else ()
+    return SharedForwards(homes, depth, paces, are_known, held)
+
+
+def _shared_graph(rng: random.Random) -> TaskGraph:
+    """A short chain, with one chunk a stage or with several."""
+    placement = Placement(rng.choice([1, 2, 2, 3]), rng.choice([1, 1, 2, 3]), rng.choice(["looped", "v"]))
+    return TaskGraph(placement, split=_split(rng, placement.num_virtual_stages))
+
+
+def _shared_limits(rng: random.Random, limits: Sequence[Limit], chunks: int, held: Sequence[int]) -> tuple[Limit, ...]:
+    """Limits that claims go with; where microbatches hold bytes, at times fewer than the largest."""
+    rule = RULES[limits[0].rule]
+    if chunks > 1 and rule.drains_in_order:
+        return tuple([Limit(limit.microbatches) for limit in limits])
+    if not held or not rule.counts_bytes:
+        return tuple(limits)
+    room, is_free = chunks * rng.choice([min(held), max(held), 2 * max(held), sum(held)]), rng.random() < 0.5
+    return tuple([Limit(None if is_free else limit.microbatches, room) for limit in limits])
 
 
 def _takes_offers(seed: int, depth: int, parallelism: Parallelism, limits: Sequence[Limit]) -> bool:

@@ -77,6 +77,8 @@ class SharedForwards:
     paces: Rows = ()
     #: Whether ranks know their paces.
     are_known: bool = False
+    #: By microbatch, what it holds on a chunk from its forward to its last task; empty: nothing.
+    bytes_held: tuple[int, ...] = ()
 
     def describe(self) -> list[str]:
         """How they do, in words."""
@@ -85,6 +87,8 @@ class SharedForwards:
         parts = [f"replicas share forwards, of which a rank claims {self.depth} ahead"]
         if times:
             parts.append(f"times slower{', as all know' if self.are_known else ''}: {', '.join(times)}")
+        if self.bytes_held:
+            parts.append(f"microbatches hold {' '.join(map(str, self.bytes_held))} bytes a chunk")
         return parts
 
 
@@ -143,6 +147,16 @@ class Scenario:
         """How long ``task`` takes on ``rank``."""
         pace = self.shared.paces[rank.stage][rank.replica] if self.shared is not None else 1.0
         return pace * self.durations[task.kind][task.virtual_stage][task.microbatch]
+
+    def bytes_held(self, rank: Rank, microbatch: int) -> int:
+        """What ``microbatch`` holds on a chunk of ``rank`` from its forward to its last task."""
+        own = () if self.shared is None else self.shared.bytes_held
+        return own[microbatch] if own else self.parallelism.bytes_held[rank.member]
+
+    @property
+    def most_held(self) -> int:
+        """The most bytes that a microbatch holds on a chunk of any rank."""
+        return max(self.parallelism.bytes_held if self.shared is None else self.shared.bytes_held, default=0)
 
     def visits_of(self, step: StepId) -> Visits:
         return Visits(step.microbatches) if self.visits is None else self.visits

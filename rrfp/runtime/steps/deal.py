@@ -38,6 +38,9 @@ class Home(NamedTuple):
     #: Its number there.
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.microbatch} of replica {self.replica}"
+
 
 @dataclass(frozen=True)
 class Deal:

@@ -8,8 +8,9 @@ for a microbatch to its counterpart in the replica that runs it. All this is don
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
-from rrfp.runtime.messenger import Messenger
+from rrfp.runtime.messenger import Handler, Messenger
 from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
 from rrfp.runtime.steps.passed import PassedData, copied, factors_of, payload_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
@@ -92,8 +93,11 @@ class Paces:
         return [ReplicaPace.of(stages[replica]) for replica in sorted(stages)]
 
 
-class ReplicaExchange:
+class ReplicaExchange(ABC):
     """What replicas that run one another's microbatches need, on one rank; ``seeds`` are by replica."""
+
+    #: The part that takes each kind of message.
+    handlers: Mapping[MessageKind, Handler]
 
     def __init__(
         self,
@@ -118,6 +122,14 @@ class ReplicaExchange:
         self._replica_of = [topology.place_of(rank).replica for rank in range(topology.world)]
         self._passed = PassedData(topology, context.graph, "share_replicas")
         self._paces = Paces(self._replica_of)
+
+    @abstractmethod
+    async def share(self, plan: StepPlan) -> StepPlan:
+        """The plan of the microbatches that this rank runs, or may run; its program then has room for their data."""
+
+    @abstractmethod
+    async def settle(self) -> None:
+        """The step has ended: wait until others no longer read what this caller passed, and forget what theirs did."""
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         """The reports of all ranks about a training step are here."""
@@ -165,6 +177,10 @@ class Dealer(ReplicaExchange):
         self._is_checked = False
         self._arrived: dict[Home, Message] = {}
         self._news = asyncio.Event()
+        #: Lists that the program reads, with what other callers passed for the step from an index on.
+        self._taken: Sequence[Any] = ()
+        self._num_kept = 0
+        self.handlers = {MessageKind.MICROBATCH: self._on_microbatch}
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         super().observe(reports)
@@ -172,7 +188,7 @@ class Dealer(ReplicaExchange):
             first = {replica: rank for rank, replica in reversed([*enumerate(self._replica_of)])}
             self._given = tuple(reports[first[replica]].microbatches for replica in sorted(first))
 
-    def on_message(self, message: Message) -> None:
+    def _on_microbatch(self, message: Message) -> None:
         """A microbatch of another replica arrived."""
         step, task, sender = self._activity.step, message.task, message.sender
         if sender not in self._counterparts or task is None:
@@ -182,8 +198,7 @@ class Dealer(ReplicaExchange):
         self._arrived[Home(self._replica_of[sender], task.microbatch)] = message
         self._news.set()
 
-    async def deal(self, plan: StepPlan) -> StepPlan:
-        """The plan of the microbatches that this rank runs; its program then has their data."""
+    async def share(self, plan: StepPlan) -> StepPlan:
         self._last = None
         if plan.step.mode is not Mode.TRAIN:
             return plan
@@ -201,6 +216,11 @@ class Dealer(ReplicaExchange):
         self._last = deal
         return await self._exchanged(plan, deal)
 
+    async def settle(self) -> None:
+        for values in self._taken:
+            values[self._num_kept :] = [None] * (len(values) - self._num_kept)
+        self._taken = ()
+
     async def _check_once(self, plan: StepPlan) -> None:
         """Whatever the caller passed must be able to travel."""
         if not self._is_checked:  # at once, and not when a rank becomes slow after a day
@@ -211,7 +231,7 @@ class Dealer(ReplicaExchange):
         """The sizes of the microbatches that each replica's caller has, and whether all callers know them."""
         shares = await self._all_shares(plan, GivenShare(plan.step.microbatches, plan.sizes or ()))
         replicas = first_of(shares, self._replica_of)
-        if all(sum(share.sizes) for share in replicas):
+        if all(sum(share.sizes) for share in shares):  # as `Paces` asks, or the two would never agree
             return [[*share.sizes] for share in replicas], True
         return _ones([share.microbatches for share in replicas]), False
 
@@ -274,6 +294,8 @@ class Dealer(ReplicaExchange):
             batch.training_step,
             {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(homes)},
         )
+        self._taken = [values for values in (new.inputs, new.targets, new.kwargs) if values is not None]
+        self._num_kept = keep
         step = plan.step._replace(microbatches=count)
         self._program.reopen(step, new)
         return replace(

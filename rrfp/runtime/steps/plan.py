@@ -222,6 +222,10 @@ class StepPlan:
             return sum(home.replica == replica for home in self.homes)
         return self.step.microbatches if self.deal is None else self.deal.given(replica)
 
+    def homes_of(self, replica: int) -> Sequence[Home]:
+        """Whose caller has each microbatch of ``replica``, this rank's; empty where replicas do not share the step."""
+        return self.homes if self.deal is None else self.deal.homes[replica]
+
     @property
     def name(self) -> str:
         """The user-visible step number: training steps, from ``first_step`` on."""

@@ -18,6 +18,7 @@ from typing import Any
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.core import events as ev
+from rrfp.core.claims import lead_of
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ProtocolError
 from rrfp.model.tasks import F, Mode, StepId, Task
@@ -120,7 +121,6 @@ class ForwardSharer(ReplicaExchange):
         }
 
     async def share(self, plan: StepPlan) -> StepPlan:
-        """The plan of the microbatches of all replicas, which the program then has room for."""
         self._homes, self._lists_here = (), {}
         self._here.clear()
         self._given.clear()
@@ -190,7 +190,9 @@ class ForwardSharer(ReplicaExchange):
         self._program.reopen(step, new)
         paces = self._paces.of(self._counterparts)
         depth = DEPTH if self._limits is None else self._limits.claimed_ahead
-        pool = ev.Pool(own, len(self._counterparts), tuple(home.replica for home in self._homes), depth, paces)
+        copies = len(self._counterparts)
+        lead = lead_of(map(self._paces.of, self._ranks), copies, sizes)
+        pool = ev.Pool(own, copies, tuple(home.replica for home in self._homes), depth, paces, lead)
         return replace(
             plan,
             step=step,
@@ -204,7 +206,6 @@ class ForwardSharer(ReplicaExchange):
         )
 
     async def settle(self) -> None:
-        """Wait until what the caller passed is no longer read by others, and forget what theirs passed."""
         await self._all_left.wait()
         self._own = ()
         self._forget(self._here)
