@@ -15,7 +15,7 @@ from rrfp.costs import CostTable, make_costs, microbatch_sizes
 from rrfp.engine.engine import run
 from rrfp.engine.record import EngineResult
 from rrfp.hints.registry import DEFAULT_HINT, create_hint, create_strict
-from rrfp.lab.simulation import shown_room
+from rrfp.lab.simulation import shown_rooms
 from rrfp.lab.sweep.pool import run_all
 from rrfp.memory.admission import Limit
 
@@ -76,8 +76,8 @@ class _Table:
 
     def within(self, hint: str, limits: Sequence[Limit], *, knows_room: bool = True) -> EngineResult:
         """Within the limit of each stage; without knowledge of their room, pyramids are made in any bytes."""
-        room = shown_room(self._costs, limits) if knows_room else None
-        return run(self._costs, [create_hint(hint) for _ in limits], limits, sizes=self._sizes, byte_room=room)
+        rooms = shown_rooms(self._costs, limits) if knows_room else None
+        return run(self._costs, [create_hint(hint) for _ in limits], limits, sizes=self._sizes, byte_rooms=rooms)
 
     def strict(self, schedule: str) -> float:
         """The makespan of a schedule with eager sends."""

@@ -91,7 +91,12 @@ class _SummedFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as stream:
             summed = _SummedStream(cast("IO[bytes]", stream))
-            yield cast("io.IOBase", summed)
+            try:
+                yield cast("io.IOBase", summed)
+            except RuntimeError:  # torch.save names a position in the file where a write has failed
+                if summed.failure is None:
+                    raise
+                raise summed.failure from None
         self.sums[Path(path).name] = summed.digest.hexdigest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -111,10 +116,15 @@ class _SummedStream:
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.digest = hashlib.sha256()
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -29,18 +29,19 @@ _ALLOWED = "a module, a list of them, a stage of rrfp.split, or a dict {name in 
 def named_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
     """The prefix of its names and the module, for each module of this process."""
     each: Iterable[Any]
+    given: Any = modules  # also what no caller should pass
     if isinstance(modules, SplitStage):
         each = modules.chunks
     elif isinstance(modules, Split):
         each = [module for stage in modules for module in stage.chunks]
     else:
-        each = [modules] if isinstance(modules, nn.Module | Mapping) else modules
+        each = given if isinstance(given, Sequence) else [given]
     named: list[tuple[str, nn.Module]] = []
     for item in each:
         named += _by_name(item) if isinstance(item, Mapping) else [("", item)]
     for _, module in named:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"modules has a {type(module).__name__}, must be {_ALLOWED}")
+            raise ConfigError(f"modules has a value of type {type(module).__name__}, must be {_ALLOWED}")
     return named
 
 
@@ -88,7 +89,9 @@ def optimizers_of(optimizers: Optimizers) -> list[Optimizer]:
     each: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in each:
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, must be a torch.optim.Optimizer or a list")
+            raise ConfigError(
+                f"optimizer is of type {type(optimizer).__name__}, must be a torch.optim.Optimizer or a list"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "optimizer is LBFGS, whose state is of all its parameters at once, must be one with state by "

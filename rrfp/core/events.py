@@ -56,8 +56,8 @@ class StepOpened:
             every rank; None: not known.
         visits: which virtual stages of the whole pipeline each microbatch visits, the same on every rank. None: all.
         limit: K of this stage in this step, at least 1, where it changes between steps; None: the stage's own.
-        byte_room: how many average microbatches the limits on bytes had room for in an earlier step, over what 1F1B
-            holds, both summed over the stages, the same on every rank; None: not known, or bytes are not limited.
+        byte_rooms: by stage, how many average microbatches its limit on bytes had room for in an earlier step, the
+            same on every rank; None: not known, or bytes are not limited.
         pool: how this stage's copies share its forwards; microbatches are those of all replicas then. None: they do
             not.
     """
@@ -69,7 +69,7 @@ class StepOpened:
     size_correlation: float | None = None
     visits: Visits | None = None
     limit: int | None = None
-    byte_room: float | None = None
+    byte_rooms: tuple[float | None, ...] | None = None
     pool: Pool | None = None
 
 

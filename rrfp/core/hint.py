@@ -62,10 +62,10 @@ class View(Protocol):
         """
 
     @property
-    def byte_room(self) -> float | None:
-        """How many average microbatches the limits on bytes had room for in an earlier step, over what 1F1B holds.
+    def byte_rooms(self) -> tuple[float | None, ...] | None:
+        """By stage, how many average microbatches its limit on bytes had room for in an earlier step.
 
-        Both summed over the stages; the same on every rank. None: not known, several chunks, or bytes are not limited.
+        The same on every rank. None, for a stage or for all: not known, several chunks, or bytes are not limited.
         """
 
     @property

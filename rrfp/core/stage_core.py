@@ -82,8 +82,8 @@ class StageView:
         return self._step.size_correlation
 
     @property
-    def byte_room(self) -> float | None:
-        return self._step.byte_room
+    def byte_rooms(self) -> tuple[float | None, ...] | None:
+        return self._step.byte_rooms
 
     @property
     def visits(self) -> Visits:

@@ -187,7 +187,7 @@ class Step:
         self.admission = admission
         self._bytes = admission.bytes
         self._previews = admission.byte_limit is not None
-        self.sizes, self.size_correlation, self.byte_room = opened.sizes, opened.size_correlation, opened.byte_room
+        self.sizes, self.size_correlation, self.byte_rooms = opened.sizes, opened.size_correlation, opened.byte_rooms
         #: What all forwards have left, where bytes are limited.
         self.left_bytes = 0
         #: By microbatch, how long its forwards and its other tasks have taken here, to compare with the sizes.

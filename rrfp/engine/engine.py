@@ -75,7 +75,7 @@ def run(
     *,
     sizes: Sequence[float] | None = None,
     size_correlation: float | None = None,
-    byte_room: float | None = None,
+    byte_rooms: tuple[float | None, ...] | None = None,
     shows_inputs: bool = True,
     in_order: Collection[ForcedOrder] = (),
     takes_offers: bool = False,
@@ -90,7 +90,7 @@ def run(
         limits: one a stage.
         sizes: how large each microbatch is, for hints that ask; None: untold.
         size_correlation: as a step before would have shown it, see `rrfp.hints.View`; None: there was none.
-        byte_room: likewise.
+        byte_rooms: likewise.
         shows_inputs: whether the inputs of forwards show how many bytes they will hold, where the table has bytes.
         in_order: (kind, virtual stage) pairs that run in microbatch order.
         takes_offers: where `rrfp.arbiter.offers` may, a stage runs what its core had decided before its task ended. If
@@ -104,7 +104,7 @@ def run(
     with _collector_paused():
         engine = (_OfferingEngine if takes_offers else _Engine)(costs, graph, cores)
         engine.shows_inputs = shows_inputs and costs.held is not None
-        return engine.run(None if sizes is None else tuple(sizes), size_correlation, byte_room)
+        return engine.run(None if sizes is None else tuple(sizes), size_correlation, byte_rooms)
 
 
 @contextmanager
@@ -143,11 +143,14 @@ class _Engine:
         self._pauses = [PauseTimer(core, clock.time, partial(clock.wake, core.stage)) for core in cores]
 
     def run(
-        self, sizes: tuple[float, ...] | None, size_correlation: float | None, byte_room: float | None
+        self,
+        sizes: tuple[float, ...] | None,
+        size_correlation: float | None,
+        byte_rooms: tuple[float | None, ...] | None,
     ) -> EngineResult:
         step = self._step
         known = step.number, step.mode, step.microbatches, sizes, size_correlation, self._visits
-        opened = ev.StepOpened(*known, byte_room=byte_room)
+        opened = ev.StepOpened(*known, byte_rooms=byte_rooms)
         for stage in range(len(self._cores)):
             self._perform(stage, self._cores[stage].apply(opened), 0.0)
         for stage in range(len(self._cores)):

@@ -15,9 +15,10 @@ the other stages would idle. Over 4 N microbatches such differences average out,
 Where an earlier step has shown that the sizes order the times of every stage, there are no such differences, and one
 pyramid over the whole step is better.
 
-Why none within few bytes? A pyramid puts large microbatches side by side, and there is room for fewer of them at once.
-Where the limits on bytes have hardly room for as many microbatches of that size as 1F1B holds, the caller's order is
-better, unless sizes differ so much that a small microbatch between two large ones costs more. (One chunk a stage.)
+Why not always within limited bytes? A pyramid puts large microbatches side by side, and there is room for fewer of them
+at once; in the caller's order small ones between large ones cost time. Which costs more depends on the sizes and the
+room of every stage. `step_time` estimates both orders, and a pyramid has to save a few percent: sizes say only in part
+what microbatches cost and hold on each stage. (One chunk a stage, from the second step on.)
 
 Why none where bytes are limited and branches join? The in-order banker (`rrfp.memory.banker`) keeps room for the
 microbatches of the lowest numbers first, and a pyramid starts others: the room stays empty.
@@ -25,8 +26,10 @@ microbatches of the lowest numbers first, and a pyramid starts others: the room 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from rrfp.core.events import Event
 from rrfp.core.hint import Hint, View
@@ -34,14 +37,15 @@ from rrfp.core.ready_set import ReadySet
 from rrfp.hints.priorities import BackwardForwardWeight
 from rrfp.hints.slot_aware import SlotAware
 from rrfp.memory.branches import plain_stages
-from rrfp.model.tasks import Task
+from rrfp.model.tasks import B, F, Kind, Task, W
 
 #: Microbatches of one pyramid, for each stage of the pipeline.
 LENGTH_PER_STAGE = 4
 
-#: Where bytes are limited: no pyramids below this room (`rrfp.core.hint.View.byte_room`) and the spread of the sizes
-#: (standard deviation over mean), unless the spread is large. Found by simulation: docs/hint-studies.md.
-LEAST_ROOM, LARGE_SPREAD = 1.1, 0.5
+#: The part of a step that pyramids have to save where bytes are limited. Found by simulation: docs/hint-studies.md.
+LEAST_SAVING = 0.025
+#: So that what fits exactly in bytes also fits in shares of the mean.
+ROUNDING = 1 + 1e-9
 
 #: One pyramid a step where the sizes correlate with the times of every stage by more than this.
 ORDERS_ALL = 0.95
@@ -86,17 +90,31 @@ class Pyramids(Hint):
             return self.within.microbatch_order(view)
         if view.most_bytes is not None and _has_joins(view):
             return self.within.microbatch_order(view)
-        if view.byte_room is not None and _is_tight(view.byte_room, sizes):
-            return self.within.microbatch_order(view)
         measured = view.size_correlation
         is_one = measured is not None and measured > ORDERS_ALL
-        return pyramids(sizes, len(sizes) if is_one else LENGTH_PER_STAGE * view.placement.stages)
+        order = pyramids(sizes, len(sizes) if is_one else LENGTH_PER_STAGE * view.placement.stages)
+        callers = self.within.microbatch_order(view)
+        return order if _pays(order, callers or range(len(sizes)), sizes, view) else callers
 
 
-def _is_tight(room: float, sizes: Sequence[float]) -> bool:
-    """Whether there is too little room for large microbatches side by side."""
-    spread = pstdev(sizes) / fmean(sizes)
-    return spread <= LARGE_SPREAD and room < LEAST_ROOM + spread
+def _pays(order: Sequence[int], callers: Sequence[int], sizes: Sequence[float], view: View) -> bool:
+    """Whether bytes are not limited, or hardly, or a step in ``order`` is enough shorter by estimate."""
+    if view.byte_rooms is None:
+        return True
+    rooms = [math.inf if (room := view.byte_rooms[stage]) is None else room * ROUNDING for stage in view.graph.stage_of]
+    relative, split = _in_means(sizes), view.graph.split
+    if sum(sorted(relative)[-2 * len(rooms) :]) <= min(rooms):
+        return True
+    ours, theirs = (step_time([relative[m] for m in each], rooms, split) for each in (order, callers))
+    return ours <= (1 - LEAST_SAVING) * theirs
+
+
+def _in_means(sizes: Sequence[float]) -> list[float]:
+    """Each size over their mean."""
+    largest = max(sizes)  # no sum of shares overflows, or is 0
+    shares = [size / largest for size in sizes]
+    mean = math.fsum(shares) / len(shares)
+    return [share / mean for share in shares]
 
 
 def _has_joins(view: View) -> bool:
@@ -114,6 +132,99 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
         rising = sorted(members, key=sizes.__getitem__)
         order += rising[0::2] + rising[1::2][::-1]
     return order
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A stage in `step_time`: counters, since tasks of a kind run in one order."""
+
+    room: float
+    is_split: bool
+    #: The number of stages from here on.
+    depth: int
+    #: Forwards and backwards whose inputs are here, and split backwards that have ended.
+    inputs: int = 0
+    gradients: int = 0
+    halves: int = 0
+    #: Tasks begun, and microbatches that hold nothing any more.
+    forwards: int = 0
+    backwards: int = 0
+    weights: int = 0
+    freed: int = 0
+    held: float = 0.0
+    is_busy: bool = False
+
+    def begin(self, sizes: Sequence[float]) -> tuple[Kind, int] | None:
+        """The next task, if any."""
+        m = self.forwards
+        fits = m < self.inputs and (m == self.freed or self.held + sizes[m] <= self.room)
+        is_backward_ready = self.backwards < self.gradients
+        if fits and (m - self.backwards < self.depth or not is_backward_ready):
+            self.forwards += 1
+            self.held += sizes[m]
+            kind = F
+        elif is_backward_ready:
+            m = self.backwards
+            self.backwards += 1
+            kind = B
+        elif self.weights < self.halves:
+            m = self.weights
+            self.weights += 1
+            kind = W
+        else:
+            return None
+        self.is_busy = True
+        return kind, m
+
+    def end(self, kind: Kind, size: float) -> None:
+        """A task of this stage has ended."""
+        self.is_busy = False
+        if kind is B and self.is_split:
+            self.halves += 1
+        elif kind is not F:
+            self.held -= size
+            self.freed += 1
+
+
+def step_time(sizes: Sequence[float], rooms: Sequence[float], split: Sequence[bool]) -> float:
+    """An estimate of how long a step takes that runs microbatches in the order given.
+
+    A simulation of a chain of stages of one speed. A task takes as long as its microbatch is large, a whole backward
+    twice that, and messages take no time. On stage s of N forwards come first while fewer than N - s microbatches are
+    in flight, then backwards, then weight tasks. Tasks of a kind run in one order on all stages, so that a few counters
+    are all there is to a stage: a task takes 0.5 us, and 35 us in the engine.
+
+    Args:
+        sizes: of the microbatches, in their order; they hold as much.
+        rooms: by stage, how much it may hold; one microbatch always fits.
+        split: by stage, whether its backward is split, and a microbatch is held until its weight task has ended.
+    """
+    last, ends = len(rooms) - 1, list[tuple[float, int, Kind, int]]()
+    stages = [_Stage(room, halved, last + 1 - s) for s, (room, halved) in enumerate(zip(rooms, split, strict=True))]
+    stages[0].inputs = len(sizes)
+    now, touched = 0.0, [0]
+    while True:
+        for number in touched:
+            stage = stages[number]
+            if not stage.is_busy and (task := stage.begin(sizes)) is not None:
+                kind, m = task
+                seconds = sizes[m] if stage.is_split or kind is F else 2 * sizes[m]
+                heappush(ends, (now + seconds, number, kind, m))
+        if not ends:
+            return now
+        now, touched = ends[0][0], []
+        while ends and ends[0][0] == now:
+            _, number, kind, m = heappop(ends)
+            stages[number].end(kind, sizes[m])
+            touched.append(number)
+            if kind is F and number < last:
+                stages[number + 1].inputs += 1
+                touched.append(number + 1)
+            elif kind is F:
+                stages[number].gradients += 1
+            elif kind is B and number:
+                stages[number - 1].gradients += 1
+                touched.append(number - 1)
 
 
 def slot_aware_pyramid() -> Pyramids:

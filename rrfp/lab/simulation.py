@@ -24,7 +24,7 @@ from rrfp.lab.limit_texts import DEFAULT_LIMIT, SAME_BYTES
 from rrfp.memory.admission import Limit, rule_of
 from rrfp.memory.round_trips import Pace, RoundTripRule, StageMeasure
 from rrfp.memory.rules import RuleContext
-from rrfp.memory.size_order import followed, least, relative_room
+from rrfp.memory.size_order import by_stage, followed, least
 from rrfp.model.tasks import F, Mode
 from rrfp.plain import json_fault
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
@@ -201,24 +201,23 @@ def shown_correlation(costs: CostTable) -> float | None:
     return least(by_stage)
 
 
-def shown_room(costs: CostTable, limits: Sequence[Limit]) -> float | None:
-    """How many average microbatches limits on bytes have room for, over 1F1B's, as an equal step before shows it."""
+def shown_rooms(costs: CostTable, limits: Sequence[Limit]) -> tuple[float | None, ...] | None:
+    """By stage, how many average microbatches its limit on bytes has room for, as an equal step before shows it."""
     if costs.held is None:
         return None
-    graph, stages = graph_of(costs), range(costs.stages)
     rooms: list[float | None] = []
-    for stage, limit in zip(stages, limits, strict=True):
+    for stage, limit in enumerate(limits):
         own = list(costs.virtual_stages_of(stage))
         left = float(costs.held[own].sum())
         is_known = limit.bytes is not None and left and len(own) == 1
         rooms.append((limit.bytes or 0) * costs.microbatches / left if is_known else None)
-    return relative_room(rooms, [graph.distance_to_sink(stage) for stage in stages])
+    return by_stage(enumerate(rooms), costs.stages)
 
 
 def sizes_known(costs: CostTable, limits: Sequence[Limit]) -> Mapping[str, Any]:
     """What hints know of sizes in any step but the first."""
-    room = shown_room(costs, limits)
-    return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs), "byte_room": room}
+    rooms = shown_rooms(costs, limits)
+    return {"sizes": costs.sizes, "size_correlation": shown_correlation(costs), "byte_rooms": rooms}
 
 
 def _strict(costs: CostTable, strict: ScheduleSpec, sends: Sends) -> Simulation:

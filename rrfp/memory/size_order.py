@@ -9,7 +9,7 @@ does not. So the correlation r between these two halves shows how reliable their
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: Below it the halves have so little in common that the correction would be a guess: the correlation is left as it is.
 LEAST_RELIABILITY = 0.5
@@ -57,7 +57,10 @@ def least(correlations: Sequence[float | None]) -> float | None:
     return min(known) if known and len(known) == len(correlations) else None
 
 
-def relative_room(rooms: Sequence[float | None], slots: Sequence[int]) -> float | None:
-    """The ``rooms`` of ranks whose bytes are limited, over the ``slots`` of 1F1B there; None where none are."""
-    known = [(room, count) for room, count in zip(rooms, slots, strict=True) if room is not None]
-    return math.fsum(room for room, _ in known) / sum(count for _, count in known) if known else None
+def by_stage(rooms: Iterable[tuple[int, float | None]], stages: int) -> tuple[float | None, ...] | None:
+    """The least room of each stage's ranks, given as (stage, room); None where no rank knows any."""
+    known: list[list[float]] = [[] for _ in range(stages)]
+    for stage, room in rooms:
+        if room is not None:
+            known[stage].append(room)
+    return tuple(min(each, default=None) for each in known) if any(known) else None

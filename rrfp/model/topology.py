@@ -43,15 +43,16 @@ class Topology:
     mesh: Mesh = _ONE_RANK_A_STAGE
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise ConfigError(f"stages is {self.stages}, must be at least 1")
+        if type(self.stages) is not int or self.stages < 1:
+            raise ConfigError(f"stages is {self.stages!r}, must be at least 1")
         if self.mesh is _ONE_RANK_A_STAGE:
             object.__setattr__(self, "mesh", Mesh(((PIPELINE, self.stages),)))
         if self.mesh.stages != self.stages:
             raise ConfigError(f"stages is {self.stages}, must be the mesh's: {self.mesh.stages}")
         for field, size in (("stage", self.stages), ("replica", self.replicas), ("member", self.members)):
-            if not 0 <= getattr(self, field) < size:
-                raise ConfigError(f"{field} is {getattr(self, field)}, must be 0..{size - 1}")
+            value = getattr(self, field)
+            if type(value) is not int or not 0 <= value < size:
+                raise ConfigError(f"{field} is {value!r}, must be 0..{size - 1}")
 
     @property
     def replicas(self) -> int:
@@ -161,6 +162,8 @@ class Topology:
         """
         environ = os.environ if environ is None else environ
         rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        if not 0 <= rank < world:
+            raise ConfigError(f"environment variable RANK is {rank}, must be below WORLD_SIZE, which is {world}")
         launch = _Launch(
             environ.get("TORCHELASTIC_RUN_ID", "local"),
             _number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
@@ -169,8 +172,6 @@ class Topology:
         if dims is None:
             return cls(rank, world, *launch)
         mesh = _mesh_of(dims, _names(coordinate), _names(reduce), world)
-        if not 0 <= rank < world:
-            raise ConfigError(f"environment variable RANK is {rank}, must be 0..{world - 1}")
         stage, replica, member = mesh.place_of(rank)
         return cls(stage, mesh.stages, *launch, replica, member, mesh)
 
@@ -233,6 +234,8 @@ def _names(dims: Sequence[str]) -> tuple[str, ...]:
 
 def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], reduce: tuple[str, ...], world: int) -> Mesh:
     """The mesh of ``world`` ranks; another number of them is a ConfigError."""
+    if not isinstance(dims, Mapping):
+        raise ConfigError(f"dims is {dims!r}, must be a dict with the size of each dim, such as {{'pp': 2, 'dp': 2}}")
     sizes = dict(dims)
     check_sizes(sizes.items())
     if PIPELINE not in sizes:

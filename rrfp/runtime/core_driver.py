@@ -150,10 +150,15 @@ class CoreDriver:
         """A task that is ready and does not start because the group disagrees, and why."""
         return None if self._agreement is None else self._agreement.dispute
 
-    def open_step(self, plan: StepPlan, size_correlation: float | None = None, byte_room: float | None = None) -> None:
+    def open_step(
+        self,
+        plan: StepPlan,
+        size_correlation: float | None = None,
+        byte_rooms: tuple[float | None, ...] | None = None,
+    ) -> None:
         """Begin a step. A message of it that came before and makes no sense is a ProtocolError.
 
-        ``size_correlation``, ``byte_room``: see `rrfp.core.events.StepOpened`.
+        ``size_correlation``, ``byte_rooms``: see `rrfp.core.events.StepOpened`.
         """
         step = plan.step
         self.finished.clear()
@@ -172,9 +177,9 @@ class CoreDriver:
                 own = self._context.topology.replica
                 self.follower.open(plan.given(own) if plan.homes else step.microbatches)
                 limit = self.follower.microbatches
-            opened = (step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit, byte_room)
+            opened = step.number, step.mode, step.microbatches, plan.sizes, size_correlation, visits, limit
             self.arbiter.kick()
-            self._apply(ev.StepOpened(*opened, plan.pool))
+            self._apply(ev.StepOpened(*opened, byte_rooms, plan.pool))
 
     # Events to the core, its instructions to I/O.
 

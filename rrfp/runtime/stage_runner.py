@@ -140,7 +140,7 @@ class StageRunner:
                 self._context.activity.begin_step(plan.step, plan.batch.training_step)
             self._homes = plan.homes_of(self.topology.replica)
             await self._share_weights(plan)
-            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_room)
+            self._driver.open_step(plan, reporter.size_correlation, reporter.byte_rooms)
             reporter.open(plan, self._read_losses)
             await self._driver.finished.wait()
             if self._exchange is not None:

@@ -299,6 +299,7 @@ _READERS: Mapping[Any, Callable[..., Any]] = {
     ev.Pool: _pool,
     Hashable: whole,
     tuple[float, ...]: lambda field, value: tuple(number(field, each) for each in value),
+    tuple[float | None, ...]: lambda field, value: tuple(_field(field, float | None, each) for each in value),
 }
 _EVENTS: Mapping[str, type] = {event.__name__: event for event in get_args(ev.Event)}
 
@@ -313,7 +314,7 @@ def _event(name: str, values: Sequence[Any]) -> Any:
         raise ValueError(f"event is {shown(name)}, must be one of: {', '.join(_EVENTS)}")
     hints = _fields_of(kind)
     if kind is ev.StepOpened and len(hints) - 4 < len(values) < len(hints):
-        # rrfp 0.1 had no limit, no room and no pool of a step.
+        # rrfp 0.1 had no limit, no rooms and no pool of a step.
         values = [*values, *[None] * (len(hints) - len(values))]
     if len(values) != len(hints):
         raise ValueError(f"{name} has {len(values)} fields, must have {', '.join(hints)}")

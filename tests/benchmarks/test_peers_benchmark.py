@@ -479,7 +479,9 @@ def check(document: Mapping[str, Any], methods: Sequence[str], jitters: Sequence
         assert 0 < one["held_bytes"] <= one["held_bytes_sum"]
         assert one["low"] <= one["over_bound"] <= one["high"]
         assert one["engine_over_bound"] > 0
-        assert one["over_engine"] == pytest.approx(one["over_bound"] / one["engine_over_bound"], rel=0.01)
+        assert one["over_engine"] > 0
+        if one["steps"] == 1:  # of several steps each figure is a median of its own
+            assert one["over_engine"] == pytest.approx(one["over_bound"] / one["engine_over_bound"], rel=0.01)
         assert 1 < one["over_executed_low"] <= one["over_executed_order"] <= one["over_executed_high"]
         assert one["cpu_ms_task"] > 0
         assert min(one["begin_ms"], one["end_ms"]) >= 0

@@ -398,3 +398,13 @@ def test_check_of_lanes_outside_the_package(tmp_path: Path) -> None:
     failed = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
     assert failed == ["FAIL fence: a call ran before work that its caller had issued before fence"]
     assert "the factory returned None, must return a Lane or a Subject" in rrfp("check", "lane", f"{path}:none").stdout
+
+
+@pytest.mark.parametrize(("text", "code"), [("expected a message argument", 130), ("anything else", 1)])
+def test_ctrl_c_that_python_takes_for_an_error_of_an_import_is_a_line(text: str, code: int) -> None:
+    """Of the error that CPython raises then; when it does is a matter of microseconds."""
+    raising = INTERRUPTED.replace("os.kill(os.getpid(), signal.SIGINT)", f"raise TypeError({text!r})")
+    call = [sys.executable, "-c", raising.format(module="numpy"), "sweep", "--profile", "llm"]
+    result = subprocess.run(call, capture_output=True, text=True, timeout=50, check=False)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert (result.stderr == "rrfp: interrupted\n") == (code == 130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,15 @@ def test_doctor_names_the_secrets_place_and_not_the_secret(tmp_path: Path, monke
     assert path.read_text().strip() not in result.output
     path.chmod(0o644)
     assert "0644" in json.loads(rrfp("doctor", "--json").stdout)["checks"]["secret"]["detail"]
+
+
+def test_a_full_disk_is_a_line_and_leaves_no_file(tmp_path: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, most))  # writing fails there, as on a full disk
+    try:
+        result = rrfp("secret", tmp_path / "secret")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "secret: cannot be written: [Errno 27] File too large" in result.stderr
+    assert not (tmp_path / "secret").exists()

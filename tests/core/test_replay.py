@@ -196,6 +196,7 @@ def test_what_a_checkpoint_restores_ends_the_history() -> None:
 EVENTS: list[ev.Event] = [
     ev.StepOpened(3, Mode.TRAIN, 2, (1.5, 2.0), 0.5, Visits(2, (frozenset({1}), frozenset()))),
     ev.StepOpened(3, Mode.FORWARD, 2),
+    ev.StepOpened(3, Mode.TRAIN, 2, (1.5, 2.0), byte_rooms=(1.5, None)),
     ev.StepOpened(3, Mode.TRAIN, 2, pool=ev.Pool(1, 2, (1, 0), 2, (0.5, 0.25))),
     ev.Offered(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 1), 1),
     ev.Claimed(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 1), 0),

@@ -10,7 +10,7 @@ from core_script import Script, T
 
 from rrfp.core import events as ev
 from rrfp.memory.admission import Limit
-from rrfp.memory.size_order import correlation, followed, least, relative_room
+from rrfp.memory.size_order import by_stage, correlation, followed, least
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Mode, StepId
 
@@ -68,10 +68,10 @@ def test_the_least_counts_and_one_stage_that_knows_none_is_enough_to_know_none()
     assert least([]) is None
 
 
-def test_the_room_of_those_that_limit_bytes_counts() -> None:
-    assert relative_room([3.0, 1.5], [2, 1]) == 1.5
-    assert relative_room([3.0, None, 1.0], [2, 2, 2]) == 1.0  # a follower's bytes count on its leader
-    assert relative_room([None], [1]) is None
+def test_the_least_room_of_a_stage_counts() -> None:
+    assert by_stage([(0, 3.0), (1, 1.5), (0, 2.0)], 2) == (2.0, 1.5)
+    assert by_stage([(1, 3.0), (0, None), (1, None)], 2) == (None, 3.0)  # a follower's bytes count on its leader
+    assert by_stage([(0, None)], 1) is None
 
 
 def test_a_stage_says_how_many_average_microbatches_its_bytes_have_room_for() -> None:

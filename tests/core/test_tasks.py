@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from core_script import T
@@ -85,13 +86,24 @@ def test_topology_reads_the_launchers_environment() -> None:
             "launch with: torchrun --standalone --nproc-per-node STAGES script.py",
         ),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "environment variable RANK is 'one', must be a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "stage is 2, must be 0..1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "environment variable RANK is 2, must be below WORLD_SIZE, which is 2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "environment variable RANK is 0, must be below WORLD_SIZE, which is 0"),
     ],
 )
 def test_a_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Topology.from_env(environ)
     assert str(caught.value) == message
+
+
+def test_a_topology_of_wrong_types_is_refused_by_field() -> None:
+    wrong: Any = "0"
+    with pytest.raises(ConfigError, match=r"stage is '0', must be 0\.\.1"):
+        Topology(wrong, 2)
+    with pytest.raises(ConfigError, match="stages is '0', must be at least 1"):
+        Topology(0, wrong)
+    with pytest.raises(ConfigError, match=r"dims is \['pp'\], must be a dict with the size of each dim"):
+        Topology.from_env({"RANK": "0", "WORLD_SIZE": "1"}, dims=["pp"])  # type: ignore[arg-type]
 
 
 def test_the_chain_feeds_each_virtual_stage_from_the_one_before() -> None:

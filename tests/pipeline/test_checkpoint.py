@@ -188,12 +188,13 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "same names": (stages(2), {"step": 1}, "two modules of this process have the name '0.weight' for different values"),
-    "no module": ([1], {"step": 1}, "modules has a int, must be a module, a list of them"),
+    "neither module nor list": (1, {"step": 1}, "modules has a value of type int, must be a module, a list of them"),
+    "no module": ([1], {"step": 1}, "modules has a value of type int, must be a module, a list of them"),
     "no step": (nn.Linear(1, 1), {}, "step goes without pipe, whose state has it: must be exactly one of them"),
     "bad step": (nn.Linear(1, 1), {"step": -1}, "step is -1, must be a whole number >= 0"),
     "bad keep": (nn.Linear(1, 1), {"step": 1, "keep": 0}, "keep is 0, must be a whole number >= 1, or None"),
     "unknown": (nn.Linear(1, 1), {"steps": 1}, "unknown argument 'steps' (did you mean 'step'?), must be one of: pipe"),
-    "no optimizer": (nn.Linear(1, 1), {"step": 1, "optimizer": 1}, "optimizer is a int, must be a torch.optim"),
+    "no optimizer": (nn.Linear(1, 1), {"step": 1, "optimizer": 1}, "optimizer is of type int, must be a torch.optim"),
     "other parameters": (
         nn.Linear(1, 1),
         {"step": 1, "optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())},

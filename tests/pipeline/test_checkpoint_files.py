@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 from collections import Counter, OrderedDict
@@ -114,6 +115,16 @@ def test_damage_is_named_or_does_no_harm(tmp_path: Path, tries: int) -> None:
             harmless += 1
         shutil.rmtree(path)
     assert harmless < tries / 10
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_the_systems_own_word(tmp_path: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))  # writing fails there, as on a full disk
+    try:
+        with pytest.raises(RrfpError, match=r"cannot be written: rank 0: OSError: \[Errno 27\] File too large"):
+            checkpoint.save(tmp_path, nn.Linear(200, 200), step=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 def test_an_error_names_the_remedy_of_lost_digests(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from runtime.children import Children, End
 from runtime.toys import data, loss_fn, stages
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import rrfp
@@ -25,6 +27,8 @@ from rrfp.model.mesh import Mesh, MeshPosition
 from rrfp.model.topology import Topology
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.lost_rank.roll_call import RollCall
+from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
+from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime.control_tree import holder_of
 from rrfp.testing.reference import reference
 from rrfp.transports.rendezvous import StoreRendezvous
@@ -44,14 +48,20 @@ class Training:
     def __init__(self, place: Topology, folder: Path, connection: Connection, **options: Any) -> None:
         self.place, self.folder, self.connection = place, folder, connection
         self.with_weights = options.pop("tokens", True)
-        self.module = stages(STAGES)[place.stage]
+        if options.pop("hosted", False):
+            where: dict[str, Any] = {}
+        else:
+            where = {"rendezvous": StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test")}
+        self.module = model(tied=bool(options.get("tied")))[place.stage]
+        if options.pop("tied", False):
+            options["ties"] = {"weight": self.module[0].weight}
         self.named = {f"layers.{place.stage}": self.module}
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
         settings = {"loss_fn": loss_fn, "patience": PATIENCE_S, "lock_watch": False, "connect_timeout": 15.0}
         self.pipeline = rrfp.Pipeline(
             self.module,
             topology=place,
-            rendezvous=StoreRendezvous(FileStore(str(folder / "store"), place.world), run_id="test"),
+            **where,
             **{**settings, "on_lost_rank": "finish", **options},
         )
 
@@ -79,9 +89,17 @@ def batch_of(replica: int, step: int) -> Any:
     return data(4 + replica, seed=10 * step + replica)
 
 
-def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[Any]:
+def model(*, tied: bool) -> list[nn.Sequential]:
+    """By stage; the weights of both may be equal."""
+    modules: Any = stages(STAGES)
+    if tied:
+        modules[1][0].weight.data.copy_(modules[0][0].weight.data)
+    return [*modules]
+
+
+def expected(replicas: int, steps: int, *, tokens: bool = True, tied: bool = False) -> list[Any]:
     """Of each step: the loss, the gradients by stage, and the losses by replica; and the parameters behind it."""
-    modules = stages(STAGES)
+    modules = model(tied=tied)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
     history = []
     for number in range(steps):
@@ -96,6 +114,11 @@ def expected(replicas: int, steps: int, *, tokens: bool = True) -> list[Any]:
             assert found.loss is not None
             loss += found.loss / total
             losses.append(found.losses)
+        if tied:
+            copies: list[Any] = [module[0].weight for module in modules]
+            total_of_copies = copies[0].grad + copies[1].grad
+            for copy in copies:
+                copy.grad = total_of_copies.clone()
         gradients = [[p.grad.clone() for p in module.parameters() if p.grad is not None] for module in modules]
         for optimizer in optimizers:
             optimizer.step()
@@ -161,6 +184,20 @@ def finishes(training: Training, victim: int) -> Any:
     return result.loss, result.losses, result.lost, gradients, parameters, str(path), step, str(result)
 
 
+def awaits(training: Training) -> str:
+    """Enter the pipeline in a coroutine."""
+
+    async def enter() -> None:
+        async with training.pipeline:
+            raise AssertionError("it was entered")
+
+    try:
+        asyncio.run(enter())
+    except rrfp.ConfigError as error:
+        return str(error)
+    return ""
+
+
 def resumes(training: Training) -> Any:
     """Load the newest checkpoint, and train one step."""
     with training.pipeline as pipe:
@@ -218,10 +255,23 @@ def clips_and_scales(training: Training, victim: int) -> Any:
 
 
 def dies_in_the_roll_call(training: Training, victim: int, second: int, when: str) -> Any:
-    """As `finishes`; a second rank dies before it answers, or instead of a decision, or when the group is made."""
+    """As `finishes`; a second rank dies meanwhile, ``when`` it does something."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_in_a_task(*_: Any) -> None:
+        training.module.register_forward_hook(die)
+
+    owner, method, action = {
+        "deciding": (RollCall, "_others", die),
+        "beginning": (StepSnapshot, "restore", die),
+        "running": (StepSnapshot, "restore", die_in_a_task),
+        "done": (RollCall, "publish_end", die),
+        "meeting": (Survivors, "pass_gradients", die),
+    }[when]
     if training.place.rank == second:
-        method = {"before": "hold", "deciding": "_others", "running": "publish_end", "meeting": "meet"}[when]
-        setattr(RollCall, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(owner, method, action)
     return finishes(training, victim)
 
 
@@ -232,8 +282,12 @@ class LostRanks(Children):
         super().__init__()
         mesh = Mesh((("pp", STAGES), ("dp", replicas)))
         self.mesh = mesh
+        init = f"file://{folder}/gloo"
+        if options.get("hosted"):  # by rank 0
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                init = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         for rank in range(mesh.size):
-            self.start(f"rank-{rank}", _run, folder, mesh, rank, program, arguments, options)
+            self.start(f"rank-{rank}", _run, folder, init, mesh, rank, program, arguments, options)
 
     def strike(self, rank: int) -> None:
         os.kill(int(self.processes[rank].pid), signal.SIGKILL)
@@ -255,10 +309,10 @@ class LostRanks(Children):
 
 
 def _run(
-    folder: Path, mesh: Mesh, rank: int, program: Any, arguments: Any, options: Any, connection: Connection
+    folder: Path, init: str, mesh: Mesh, rank: int, program: Any, arguments: Any, options: Any, connection: Connection
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=mesh.size)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=mesh.size)
 
     def run() -> Any:
         return program(Training(rrfp.Topology.at(rank, mesh), folder, connection, **options), *arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from runtime.toys import TOLERANCE, Ones
 import rrfp
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.lost_rank.roll_call import Answer, Decision
+from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, RollCall
 from rrfp.pipeline.options import complete
+from rrfp.testing.clock import run_virtual
+from rrfp.transports.rendezvous import LocalRendezvous
 
 
 def close(left: list[Any], right: list[torch.Tensor]) -> bool:
@@ -27,6 +31,13 @@ def close(left: list[Any], right: list[torch.Tensor]) -> bool:
         torch.allclose(torch.tensor(a, dtype=torch.float64), b, rtol=0.0, atol=TOLERANCE)
         for a, b in zip(left, right, strict=True)
     )
+
+
+#: A second rank that dies, of which replica 1 is broken, and when; see `lost_ranks.dies_in_the_roll_call`.
+SECOND = [
+    (0, "running"),
+    *(long(*each) for each in [(0, "deciding"), (0, "beginning"), (2, "running"), (0, "done"), (1, "meeting")]),
+]
 
 
 def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
@@ -39,9 +50,9 @@ def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
     return ranks.values({*range(ranks.mesh.size)} - {*victims})
 
 
-def check_finished(values: dict[int, Any], lost: tuple[int, ...], replicas: int, *, tokens: bool = True) -> None:
+def check_finished(values: dict[int, Any], lost: tuple[int, ...], replicas: int, **given: bool) -> None:
     """The step is what it would have been: losses, gradients and the update of every rank that is left."""
-    loss, gradients, losses, parameters = expected(replicas, LAST + 1, tokens=tokens)[LAST]
+    loss, gradients, losses, parameters = expected(replicas, LAST + 1, **given)[LAST]
     for rank, value in values.items():
         stage, replica = divmod(rank, replicas)
         own_loss, own_losses, own_lost, own_gradients, own_parameters, _, step, text = value
@@ -86,13 +97,15 @@ def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path:
         long({}),
         {"tokens": False, "transport": "zmq", "split": True, "hint": "bfw"},
         long({"share_replicas": True}),
+        long({"tied": True}),
         long({"share_replicas": "dealt"}),
     ],
 )
 def test_of_three_replicas_two_finish_it(victim: int, options: dict[str, Any], tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.finishes, victim, replicas=3, **options)
     try:
-        check_finished(strike(ranks, victim), (victim,), 3, tokens=options.get("tokens", True))
+        given = {"tokens": options.get("tokens", True), "tied": options.get("tied", False)}
+        check_finished(strike(ranks, victim), (victim,), 3, **given)
     finally:
         ranks.kill()
 
@@ -134,7 +147,7 @@ def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: 
     assert abs(total**0.5 - 0.01) < 1e-6
 
 
-@pytest.mark.parametrize(("second", "when"), [long(0, "deciding"), (1, "meeting"), long(0, "running")])
+@pytest.mark.parametrize(("second", "when"), SECOND)
 def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
     ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
     try:
@@ -146,6 +159,28 @@ def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tm
         ranks.kill()
     for end in ends:
         assert (end.error, end.culprit) == ("PipelineAborted", second), end
+
+
+def test_with_the_host_of_the_store_the_job_ends_by_its_name(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, 0, hosted=True)
+    try:
+        assert ranks.hear(0) == "here"
+        assert ranks.hear(1) == "copied"
+        ranks.strike(0)
+        ends = [ranks.end(rank) for rank in (1, 2, 3)]
+    finally:
+        ranks.kill()
+    for end in ends:
+        assert (end.error, end.culprit) == ("PipelineAborted", 0), end
+
+
+@pytest.mark.long
+def test_with_a_store_that_is_left_they_finish_it(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, 3, hosted=True)
+    try:
+        check_finished(strike(ranks, 3), (3,), 2)
+    finally:
+        ranks.kill()
 
 
 @pytest.mark.parametrize(
@@ -176,6 +211,15 @@ def test_pipelines_that_it_does_not_go_with_are_refused(
     place = rrfp.Topology.at(0, Mesh((*dims.items(),)))
     with pytest.raises(ConfigError, match=reason):
         rrfp.Pipeline(module, topology=place, on_lost_rank="finish", **options)
+
+
+def test_an_awaited_pipeline_is_refused(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.awaits)
+    try:
+        values = ranks.values(range(4))
+    finally:
+        ranks.kill()
+    assert all(text.startswith("on_lost_rank is 'finish', must be 'abort' with async with") for text in values.values())
 
 
 def test_a_graph_of_parts_and_stages_in_one_process_are_refused() -> None:
@@ -230,3 +274,31 @@ class TestDecision:
     def test_a_rank_that_cannot_go_back_says_why(self) -> None:
         decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True, "it has gradients"), Answer(2, 5, True))
         assert decision.why == ("The step cannot be run again, because of stage 0, dp 1 (rank 1): it has gradients")
+
+
+class TestRollCall:
+    """Four ranks, two stages by two replicas, that meet in one process."""
+
+    def of(self, rank: int, met: LocalRendezvous) -> RollCall:
+        return RollCall(rrfp.Topology.at(rank, Mesh((("pp", 2), ("dp", 2)))), "run", None, met)
+
+    async def hold(self, met: LocalRendezvous, lost: Mapping[int, int]) -> list[Decision | BaseException]:
+        """How it ends on the ranks that take part; each has lost another one."""
+        calls = [self.of(rank, met).hold(Answer(rank, 5, True), without) for rank, without in lost.items()]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    def test_all_that_are_left_come_to_one_decision(self) -> None:
+        found = run_virtual(self.hold(LocalRendezvous(), {0: 2, 1: 2, 3: 2}))
+        assert found == [Decision((0, 1, 3), (2,), 5, "", (1,))] * 3
+
+    def test_a_rank_that_was_taken_for_lost_makes_no_decision_of_its_own(self) -> None:
+        async def late() -> tuple[list[Decision | BaseException], list[Decision | BaseException]]:
+            met = LocalRendezvous()
+            others = await self.hold(met, {1: 0, 2: 0, 3: 0})
+            return others, await self.hold(met, {0: 1})  # it wakes, and its connections are gone
+
+        others, (late_one,) = run_virtual(late())
+        assert others == [Decision((1, 2, 3), (0,), 5, "", (1,))] * 3
+        assert isinstance(late_one, rrfp.PipelineAborted)
+        assert late_one.origin.rank == 0
+        assert "did not answer in the roll call after a loss in time" in str(late_one)

@@ -154,7 +154,7 @@ class Finishing:
             roll_call, own = self._roll_call, self._topology
 
             def meet() -> None:
-                submit(roll_call.meet(decision.survivors, self._timeout_s))
+                submit(roll_call.meet("group", decision.survivors, self._timeout_s))
 
             def explain(failed: Exception) -> PipelineAborted:
                 cause = f"RankLostError: one of the ranks that were left ended meanwhile: {failed}"
@@ -221,12 +221,19 @@ class Finishing:
                 raise StageError(f"the step cannot be run again: {cannot}")
             self._snapshot.restore()
             if is_whole:
-                result = run_again(decision, self._joined(plan, decision))
-        except PipelineAborted as aborted:  # its ranks are numbered anew
-            origin = aborted.origin
-            rank = ranks[origin.stage if origin.rank is None else origin.rank]
-            submit(roll_call.publish_end(End(origin.cause, rank)))
-            raise PipelineAborted(replace(origin, rank=rank)) from aborted.__cause__
+                joined_plan = self._joined(plan, decision)
+                submit(roll_call.meet("again", ranks, self._timeout_s))
+                try:
+                    result = run_again(decision, joined_plan)
+                except PipelineAborted as aborted:  # its ranks are numbered anew
+                    origin = aborted.origin
+                    rank = ranks[origin.stage if origin.rank is None else origin.rank]
+                    raise PipelineAborted(replace(origin, rank=rank)) from aborted.__cause__
+        except PipelineAborted as aborted:
+            culprit = aborted.origin.rank
+            assert culprit is not None
+            submit(roll_call.publish_end(End(aborted.origin.cause, culprit)))
+            raise
         except Exception as failed:
             failure = failure_of(failed, self._topology)
             submit(roll_call.publish_end(End(failure.origin.cause, self._topology.rank)))

@@ -120,19 +120,34 @@ class RollCall:
         await self._publish(f"answer/{own.rank}", own)
         for rank in range(self._topology.world):
             if rank == own.rank:
-                decision = Decision.of([own, *await self._others(own, lost)], self._topology)
+                others = await self._others(own, lost)
+                decision = await self._decided_without() or Decision.of([own, *others], self._topology)
                 await self._publish(f"decision/{rank}", decision)
-                return decision
+                return self._followed(decision)
             if rank == lost or await self._answer(rank) is None:
                 continue
             # It waits for the others no longer than this rank has waited for it.
             told: Decision | None = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
             if told is None:
                 raise self.aborted(rank, "ended or fell silent in the roll call after a loss")
-            if own.rank not in told.survivors:
-                raise self.aborted(own.rank, "did not answer in the roll call after a loss in time")
-            return told
+            return self._followed(told)
         raise AssertionError("this rank is one of them")
+
+    async def _decided_without(self) -> Decision | None:
+        """What a later rank has decided, to which this one seemed lost, as after a stop of its process."""
+
+        async def decided(rank: int) -> Decision | None:
+            told: Decision | None = await self._look(f"decision/{rank}", timeouts.GLANCE_S, Decision)
+            return told
+
+        later = await by_peer(range(self._topology.rank + 1, self._topology.world), decided)
+        return next((decision for decision in later.values() if decision is not None), None)
+
+    def _followed(self, decision: Decision) -> Decision:
+        """``decision``, where this rank is in it; else its own loss."""
+        if (own := self._topology.rank) not in decision.survivors:
+            raise self.aborted(own, "did not answer in the roll call after a loss in time")
+        return decision
 
     def aborted(self, rank: int, reason: str) -> PipelineAborted:
         """The error of the loss of ``rank``."""
@@ -164,12 +179,12 @@ class RollCall:
                 look.cancel()
             await asyncio.gather(*looks, return_exceptions=True)
 
-    async def meet(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Wait until all ``ranks`` are here, to make a group; errors as in `aborted`."""
-        await self._publish(f"met/{self._topology.rank}", True)
+    async def meet(self, where: str, ranks: Sequence[int], timeout_s: float) -> None:
+        """Wait until all ``ranks`` are here, once for each ``where``; errors as in `aborted`."""
+        await self._publish(f"{where}/{self._topology.rank}", True)
 
         async def came(rank: int) -> None:
-            if await self._look(f"met/{rank}", timeout_s, bool) is None:
+            if await self._look(f"{where}/{rank}", timeout_s, bool) is None:
                 raise self.aborted(rank, f"was left, and did not come within {timeout_s:g} s")
 
         await by_peer(ranks, came)
@@ -194,7 +209,7 @@ class RollCall:
         try:
             data = await self._rendezvous.lookup(name, timeout_s)
         except TransportError:
-            if asyncio.get_running_loop().time() - began >= timeout_s:
+            if asyncio.get_running_loop().time() - began >= 0.9 * timeout_s:  # clocks round
                 return None
             raise  # the store does not answer: its host may be the lost rank
         what = f"a part of a roll call, {key},"

@@ -15,7 +15,7 @@ from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
-from rrfp.memory.size_order import least, relative_room
+from rrfp.memory.size_order import by_stage, least
 from rrfp.model.tasks import Kind, Mode
 from rrfp.model.topology import Topology
 from rrfp.runtime.abort import Failure
@@ -269,7 +269,7 @@ class StepReporter:
         #: Of the newest training step whose sizes say anything, the same on every rank; see `StepOpened`.
         self.size_correlation: float | None = None
         #: Of the newest training step, likewise.
-        self.byte_room: float | None = None
+        self.byte_rooms: tuple[float | None, ...] | None = None
         self._warned = False
         #: Gets the reports of all ranks about a training step.
         self.observe: Callable[[Sequence[StageReport]], None] | None = None
@@ -391,8 +391,8 @@ class StepReporter:
         if plan.step.mode is Mode.TRAIN and measured is not None:
             self.size_correlation = measured
         if plan.step.mode is Mode.TRAIN:
-            slots = [self._core.graph.distance_to_sink(report.stage) for report in reports]
-            self.byte_room = relative_room([report.byte_room for report in reports], slots)
+            rooms = ((report.stage, report.byte_room) for report in reports)
+            self.byte_rooms = by_stage(rooms, self._topology.stages)
         if plan.step.mode is Mode.TRAIN and self.observe is not None:
             self.observe(reports)
         pending.settle(StepFigures.of(reports, self._topology))
