@@ -529,19 +529,19 @@ def test_a_file_of_layers_that_does_not_fit_is_refused(tmp_path: Path, change: A
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("wanted", "message"),
     [
-        (Request(memory="much"), "memory is 'much', must be a size such as 8GB"),
-        (Request(slow=(1,)), "slow-rank needs --layers"),
-        (Request(slow=(4,)), "slow-rank is 4, must be a whole number 0..3"),
-        (Request(recomputed="trace.json"), "recomputed needs --memory"),
-        (Request(microbatches=(0,)), "microbatches is 0, must be a whole number >= 1"),
+        ({"memory": "much"}, "memory is 'much', must be a size such as 8GB"),
+        ({"slow": (1,)}, "slow-rank needs --layers"),
+        ({"slow": (4,)}, "slow-rank is 4, must be a whole number 0..3"),
+        ({"recomputed": "trace.json"}, "recomputed needs --memory"),
+        ({"microbatches": (0,)}, "microbatches is 0, must be a whole number >= 1"),
     ],
 )
-def test_a_request_that_does_not_fit_is_refused(tmp_path: Path, request_: Request, message: str) -> None:
+def test_a_request_that_does_not_fit_is_refused(tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
     files(tmp_path, even())
     with pytest.raises(ConfigError) as refused:
-        plans_on(tmp_path, request_)
+        plans_on(tmp_path, Request(**wanted))
     assert message in str(refused.value)
 
 
