@@ -110,7 +110,8 @@ def test_callbacks_reports_the_time_of_loop_and_lanes() -> None:
         assert (seconds > 0) is (part != "callbacks" or way in ("empty", "all")), (way, part)
     assert document["callbacks"][:3] == ["Progress", "JsonLines", "Csv"]
     on_loop = {row["function"]: row["seconds"] for row in document["functions"] if row["thread"] == "loop"}
-    assert {"read", "_wake"} >= on_loop.keys() >= {"read"}  # the reports of a quick step may be here before its result
+    always = {"read", "in reports"}
+    assert always | {"_wake"} >= on_loop.keys() >= always  # the reports of a quick step may be here before its result
     assert document["aims"][0]["value"] == pytest.approx(1e6 * sum(on_loop.values()))
     check_aims(document["aims"])
 
