@@ -284,7 +284,7 @@ class TestRollCall:
 
     async def hold(self, met: LocalRendezvous, lost: Mapping[int, int]) -> list[Decision | BaseException]:
         """How it ends on the ranks that take part; each has lost another one."""
-        calls = [self.of(rank, met).hold(Answer(rank, 5, True), without) for rank, without in lost.items()]
+        calls = [self.of(rank, met).hold(Answer(rank, 5, True, lost=without)) for rank, without in lost.items()]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     def test_all_that_are_left_come_to_one_decision(self) -> None:
@@ -299,6 +299,24 @@ class TestRollCall:
 
         others, (late_one,) = run_virtual(late())
         assert others == [Decision((1, 2, 3), (0,), 5, "", (1,))] * 3
+        assert isinstance(late_one, rrfp.PipelineAborted)
+        assert late_one.origin.rank == 0
+        assert "was taken for lost by the other ranks" in str(late_one)
+
+    def test_nor_does_one_that_answers_together_with_the_others(self) -> None:
+        stopped, *others = run_virtual(self.hold(LocalRendezvous(), {0: 1, 1: 0, 2: 0, 3: 0}))
+        assert others == [Decision((1, 2, 3), (0,), 5, "", (1,))] * 3
+        assert isinstance(stopped, rrfp.PipelineAborted)
+        assert stopped.origin.rank == 0
+
+    def test_a_rank_that_is_late_follows_the_decision_that_was_made_without_it(self) -> None:
+        async def late() -> tuple[list[Decision | BaseException], list[Decision | BaseException]]:
+            met = LocalRendezvous()
+            others = await self.hold(met, {1: 2, 3: 2})
+            return others, await self.hold(met, {0: 2})
+
+        others, (late_one,) = run_virtual(late())
+        assert others == [Decision((1, 3), (0, 2), 5, "", (1,))] * 2
         assert isinstance(late_one, rrfp.PipelineAborted)
         assert late_one.origin.rank == 0
         assert "did not answer in the roll call after a loss in time" in str(late_one)

@@ -106,8 +106,8 @@ class Finishing:
             return
         steps = self._runner.steps_ended
         has_copy = self._runner.has_copied(steps)
-        own = Answer(self._topology.rank, steps, has_copy, self._cannot(steps))
-        self._deciding = asyncio.create_task(self._roll_call.hold(own, lost))
+        own = Answer(self._topology.rank, steps, has_copy, self._cannot(steps), lost)
+        self._deciding = asyncio.create_task(self._roll_call.hold(own))
 
     async def decision(self) -> Decision | None:
         """Wait for that of all ranks that are left; None where no rank was lost."""

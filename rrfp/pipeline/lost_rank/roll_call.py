@@ -40,6 +40,8 @@ class Answer:
     has_copy: bool
     #: Why this rank cannot run that step again; empty if it can.
     cannot: str = ""
+    #: Whose loss it has noticed, or heard of first.
+    lost: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +115,20 @@ class RollCall:
         self._secret = secret
         self._rendezvous = rendezvous
 
-    async def hold(self, own: Answer, lost: int) -> Decision:
+    async def hold(self, own: Answer) -> Decision:
         """The decision of all that are left, as the first of them makes it. Names a rank that is lost meanwhile."""
         # A launcher ends the other ranks of the lost one's host when it has looked: who answers later stays.
         await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
         await self._publish(f"answer/{own.rank}", own)
         for rank in range(self._topology.world):
             if rank == own.rank:
-                others = await self._others(own, lost)
+                others = await self._others(own)
+                if any(other.lost == rank for other in others):  # its process was stopped, and goes on
+                    raise self.aborted(rank, "was taken for lost by the other ranks")
                 decision = await self._decided_without() or Decision.of([own, *others], self._topology)
                 await self._publish(f"decision/{rank}", decision)
                 return self._followed(decision)
-            if rank == lost or await self._answer(rank) is None:
+            if rank == own.lost or await self._answer(rank) is None:
                 continue
             # It waits for the others no longer than this rank has waited for it.
             told: Decision | None = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
@@ -189,8 +193,8 @@ class RollCall:
 
         await by_peer(ranks, came)
 
-    async def _others(self, own: Answer, lost: int) -> list[Answer]:
-        others = [rank for rank in range(self._topology.world) if rank not in (own.rank, lost)]
+    async def _others(self, own: Answer) -> list[Answer]:
+        others = [rank for rank in range(self._topology.world) if rank not in (own.rank, own.lost)]
         return [answer for answer in (await by_peer(others, self._answer)).values() if answer is not None]
 
     async def _answer(self, rank: int) -> Answer | None:
