@@ -275,6 +275,16 @@ def test_what_of_its_own_caller_comes_from_another_copy_keeps_no_copy_from_helpi
         assert _claims_of(1, [None, 0], homes, spare=1.0).next(holding(0), is_idle=True) == 1
 
 
+def test_a_claim_that_another_copy_has_won_awaits_no_answer() -> None:
+    claims = _claims_of(1, [0], [0])
+    claims.claim(0)
+    assert claims.is_asked(0)
+    claims.grant(0, 2)
+    assert not claims.is_asked(0)
+    with pytest.raises(ProtocolError, match="which did not ask"):
+        claims.receive(0)
+
+
 def test_a_copy_that_holds_microbatches_leaves_the_only_forward_of_another_to_it() -> None:
     for holders, held, expected in (([0], 0, 0), ([0], 1, None), ([0, 0], 1, 0), ([0, 2], 1, None), ([0, 1], 1, 1)):
         assert _claims_of(1, holders, holders).next(holding(held), is_idle=True) == expected
