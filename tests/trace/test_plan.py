@@ -432,7 +432,6 @@ def test_a_job_that_checkpoints_is_measured_and_runs_its_plan_within_the_budget(
     assert plans.best.plan.recompute == (0,)
     (tmp_path / "plan.json").write_text(json.dumps(plans.to_json()))
     [planned] = job(str(tmp_path / "plan.json"))
-    assert planned[0] < budget
     assert max(planned) <= budget
 
 
