@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakSet
 
@@ -299,7 +300,9 @@ class Session:
         self._next_step += 1
         self._training_step += plan.step.mode is Mode.TRAIN
         self.ranks.callbacks.step_begun(plan)
-        return Call("the step", self._step(plan), self._handed_over, self._finish)
+        # Without the option no frame of its code is in the traceback of a step that fails.
+        without = None if (finishing := self.ranks.finishing) is None else partial(self._finish, finishing)
+        return Call("the step", self._step(plan), self._handed_over, without)
 
     def _plan(self, request: StepRequest) -> StepPlan:
         scaling = self._scaling if request.mode is Mode.TRAIN else None
@@ -355,11 +358,13 @@ class Session:
     ) -> Call[T]:
         """A call for which all ranks give bytes; after a loss, of each stage the first rank that is left."""
 
-        def without(error: PipelineAborted) -> T:
-            survivors = self._finishing(error).decide(error, self._wait)
+        def without(finishing: Finishing, error: PipelineAborted) -> T:
+            survivors = finishing.decide(error, self._wait)
             return finish(survivors.gather(own() if survivors.is_giver else empty()))
 
-        return Call(name, self._gather(call, own(), empty()), finish, without)
+        finishing = self.ranks.finishing
+        rest = self._gather(call, own(), empty())
+        return Call(name, rest, finish, None if finishing is None else partial(without, finishing))
 
     def scale(self, scaler: Scaler, share: Share) -> Scaler:
         """Scale the loss of training steps from now on; errors as in `rrfp.Pipeline.scale`.
@@ -450,18 +455,13 @@ class Session:
         """The ranks that are left, if one was lost and they go on."""
         return None if self.ranks.finishing is None else self.ranks.finishing.survivors
 
-    def _finishing(self, error: PipelineAborted) -> Finishing:
-        if self.ranks.finishing is None:
-            raise error.with_traceback(None)  # the runtime's frames would bury the caller's
-        return self.ranks.finishing
-
     def _check_more(self) -> None:
         if self.ranks.finishing is not None:
             self.ranks.finishing.check_open()
 
-    def _finish(self, error: PipelineAborted) -> StepResult:
+    def _finish(self, finishing: Finishing, error: PipelineAborted) -> StepResult:
         """End the step that ``error`` has ended without the lost rank."""
-        finishing, make = self._finishing(error), self.ranks.whole
+        make = self.ranks.whole
         assert make is not None
 
         def run_again(decision: Decision, plan: StepPlan) -> StepResult:

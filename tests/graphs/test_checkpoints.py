@@ -186,5 +186,7 @@ def test_modules_of_a_part_with_the_same_names_of_their_own_are_refused(tmp_path
 
 def test_what_is_no_module_in_a_list_of_a_part_is_refused(tmp_path: Path) -> None:
     modules: Any = {"vision": [Block(), 3]}
-    with pytest.raises(ConfigError, match=r"modules has a int, must be .* a dict \{name in the whole model, or part"):
+    with pytest.raises(
+        ConfigError, match=r"modules has a value of type int, must be .* a dict \{name in the whole model, or part"
+    ):
         checkpoint.save(tmp_path, modules, step=1)

@@ -118,10 +118,10 @@ def test_a_pipeline_that_is_refused_ends_with_the_callers_frames(options: dict[s
         rrfp.local(stages(2), loss_fn=loss_fn, **options)
     with pytest.raises(rrfp.ConfigError) as of_pipeline:
         rrfp.Pipeline(stages(2)[0], topology=Topology(0, 2), rendezvous=LocalRendezvous(), loss_fn=loss_fn, **options)
-    for error, frames in ((of_local.value, 2), (of_pipeline.value, 1)):
+    for error in (of_local.value, of_pipeline.value):
         lines = printed(error)
         assert lines[-1].startswith(last)
-        assert len(own_frames(lines)) == frames
+        assert len(own_frames(lines)) == 1
         assert sum(line.startswith("Traceback") for line in lines) == 1
 
 

@@ -201,8 +201,9 @@ class _Shell:
         tasks = graph.tasks(rank.stage, step.microbatches, step.mode)
         expected = {*filter(self._scenario.visits_of(step).exists, tasks)}
         if self._scenario.pool_of(step, rank) is not None:
-            own = {task.microbatch for task in program.values}
-            expected = {task for task in expected if task.microbatch in own}
+            # Copies claim each chunk for itself.
+            own = {(task.microbatch, task.virtual_stage) for task in program.values}
+            expected = {task for task in expected if (task.microbatch, task.virtual_stage) in own}
         if program.values != {task: reference.values[task] for task in expected}:
             self._outcome.problems.append(f"{rank.name} computed wrong values in {step}")
         self._ran[step.number].update(program.values.keys())
