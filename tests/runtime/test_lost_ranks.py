@@ -19,7 +19,7 @@ from runtime.toys import TOLERANCE, Ones
 import rrfp
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
-from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, RollCall
+from rrfp.pipeline.lost_rank.roll_call import Decision, RollCall, RollCallAnswer
 from rrfp.pipeline.options import complete
 from rrfp.testing.clock import run_virtual
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -245,34 +245,36 @@ def test_the_error_of_a_loss_between_steps_travels_between_processes() -> None:
 class TestDecision:
     """What follows from the answers of those that are left, of two stages by so many replicas."""
 
-    def of(self, replicas: int, *answers: Answer) -> Decision:
+    def of(self, replicas: int, *answers: RollCallAnswer) -> Decision:
         return Decision.of(answers, rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", replicas)))))
 
     def test_whole_replicas_run_the_step_again(self) -> None:
-        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, False), Answer(2, 5, True))
+        decision = self.of(2, RollCallAnswer(0, 5, True), RollCallAnswer(1, 5, False), RollCallAnswer(2, 5, True))
         assert decision == Decision((0, 1, 2), (3,), 5, "", (0,))
         assert decision.ranks(rrfp.Topology.at(0, Mesh((("pp", 2), ("dp", 2))))) == [0, 2]
         assert decision.takes_over(0, 2) == 1
 
     def test_each_of_several_broken_replicas_has_a_holder_of_its_own(self) -> None:
-        decision = self.of(4, *(Answer(rank, 1, True) for rank in range(8) if rank not in (0, 5)))
+        decision = self.of(4, *(RollCallAnswer(rank, 1, True) for rank in range(8) if rank not in (0, 5)))
         assert (decision.why, decision.whole) == ("", (2, 3))
         assert [decision.takes_over(replica, 4) for replica in (2, 3)] == [0, 1]
 
     def test_a_replica_whose_holder_is_broken_too_cannot_be_replaced(self) -> None:
-        decision = self.of(3, *(Answer(rank, 1, True) for rank in range(6) if rank not in (0, 4)))
+        decision = self.of(3, *(RollCallAnswer(rank, 1, True) for rank in range(6) if rank not in (0, 4)))
         assert decision.why == "Replicas 0 and 1 have lost ranks, and the second had the first one's microbatches"
 
     def test_a_step_that_some_ranks_know_to_be_complete_is_not_run_again(self) -> None:
-        decision = self.of(2, Answer(0, 6, True), Answer(1, 5, True), Answer(2, 5, True))
+        decision = self.of(2, RollCallAnswer(0, 6, True), RollCallAnswer(1, 5, True), RollCallAnswer(2, 5, True))
         assert (decision.step, bool(decision.why)) == (6, True)
 
     def test_without_the_lost_microbatches_it_is_not_run_again(self) -> None:
-        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True), Answer(2, 5, False))
+        decision = self.of(2, RollCallAnswer(0, 5, True), RollCallAnswer(1, 5, True), RollCallAnswer(2, 5, False))
         assert decision.why.startswith("The loss came before the others had the lost microbatches")
 
     def test_a_rank_that_cannot_go_back_says_why(self) -> None:
-        decision = self.of(2, Answer(0, 5, True), Answer(1, 5, True, "it has gradients"), Answer(2, 5, True))
+        decision = self.of(
+            2, RollCallAnswer(0, 5, True), RollCallAnswer(1, 5, True, "it has gradients"), RollCallAnswer(2, 5, True)
+        )
         assert decision.why == ("The step cannot be run again, because of stage 0, dp 1 (rank 1): it has gradients")
 
 
@@ -284,7 +286,7 @@ class TestRollCall:
 
     async def hold(self, met: LocalRendezvous, lost: Mapping[int, int]) -> list[Decision | BaseException]:
         """How it ends on the ranks that take part; each has lost another one."""
-        calls = [self.of(rank, met).hold(Answer(rank, 5, True, lost=without)) for rank, without in lost.items()]
+        calls = [self.of(rank, met).hold(RollCallAnswer(rank, 5, True, lost=without)) for rank, without in lost.items()]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     def test_all_that_are_left_come_to_one_decision(self) -> None:

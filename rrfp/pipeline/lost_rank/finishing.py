@@ -17,7 +17,7 @@ from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.pipeline.lost_rank.roll_call import Answer, Decision, End, RollCall, lost_rank
+from rrfp.pipeline.lost_rank.roll_call import Decision, End, RollCall, RollCallAnswer, lost_rank
 from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.runtime import records
@@ -106,7 +106,7 @@ class Finishing:
             return
         steps = self._runner.steps_ended
         has_copy = self._runner.has_copied(steps)
-        own = Answer(self._topology.rank, steps, has_copy, self._cannot(steps), lost)
+        own = RollCallAnswer(self._topology.rank, steps, has_copy, self._cannot(steps), lost)
         self._deciding = asyncio.create_task(self._roll_call.hold(own))
 
     async def decision(self) -> Decision | None:

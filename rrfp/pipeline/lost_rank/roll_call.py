@@ -29,7 +29,7 @@ def lost_rank(origin: Origin) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RollCallAnswer:
     """What a rank that is left knows when it learns of a loss."""
 
     #: Its own.
@@ -59,7 +59,7 @@ class Decision:
     whole: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], topology: Topology) -> Decision:
+    def of(cls, answers: Sequence[RollCallAnswer], topology: Topology) -> Decision:
         """What follows from the answers of all ranks that gave one."""
         survivors = tuple(sorted(answer.rank for answer in answers))
         lost = tuple(rank for rank in range(topology.world) if rank not in survivors)
@@ -79,7 +79,7 @@ class Decision:
         return next((each for each in broken if holder_of(each, replicas) == replica), None)
 
 
-def _why_not(answers: Sequence[Answer], topology: Topology, broken: Sequence[int], step: int) -> str:
+def _why_not(answers: Sequence[RollCallAnswer], topology: Topology, broken: Sequence[int], step: int) -> str:
     if any(answer.steps < step for answer in answers):
         return "Between two steps, of which some ranks had begun the later one"
     for answer in answers:
@@ -115,7 +115,7 @@ class RollCall:
         self._secret = secret
         self._rendezvous = rendezvous
 
-    async def hold(self, own: Answer) -> Decision:
+    async def hold(self, own: RollCallAnswer) -> Decision:
         """The decision of all that are left, as the first of them makes it. Names a rank that is lost meanwhile."""
         # A launcher ends the other ranks of the lost one's host when it has looked: who answers later stays.
         await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
@@ -193,13 +193,13 @@ class RollCall:
 
         await by_peer(ranks, came)
 
-    async def _others(self, own: Answer) -> list[Answer]:
+    async def _others(self, own: RollCallAnswer) -> list[RollCallAnswer]:
         others = [rank for rank in range(self._topology.world) if rank not in (own.rank, own.lost)]
         return [answer for answer in (await by_peer(others, self._answer)).values() if answer is not None]
 
-    async def _answer(self, rank: int) -> Answer | None:
+    async def _answer(self, rank: int) -> RollCallAnswer | None:
         """None if it does not answer in time."""
-        answer: Answer | None = await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, Answer)
+        answer: RollCallAnswer | None = await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, RollCallAnswer)
         return answer
 
     async def _publish(self, key: str, value: Any) -> None:
