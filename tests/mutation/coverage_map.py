@@ -37,6 +37,7 @@ TESTS = (
     "tests/arbiter",
     "tests/hints",
     "tests/schedules",
+    *(f"tests/graphs/test_{name}.py" for name in ("checkpoints", "declared", "names", "step_arguments", "traces")),
     "tests/sim/test_explore.py",
     "tests/sim/test_explore_bounds.py",
     "tests/sim/test_explore_rules.py",
