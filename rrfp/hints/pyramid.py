@@ -136,7 +136,7 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage in `step_time`: counters, since tasks of a kind run in one order."""
+    """A stage of the pipeline that `step_time` simulates."""
 
     room: float
     is_split: bool
@@ -191,8 +191,8 @@ def step_time(sizes: Sequence[float], rooms: Sequence[float], split: Sequence[bo
 
     A simulation of a chain of stages of one speed. A task takes as long as its microbatch is large, a whole backward
     twice that, and messages take no time. On stage s of N forwards come first while fewer than N - s microbatches are
-    in flight, then backwards, then weight tasks. Tasks of a kind run in one order on all stages, so that a few counters
-    are all there is to a stage: a task takes 0.5 us, and 35 us in the engine.
+    in flight, then backwards, then weight tasks. Every stage runs the tasks of a kind in the same order, so a few
+    counters describe it: simulating a task takes 0.5 us, and 35 us in the engine.
 
     Args:
         sizes: of the microbatches, in their order; they hold as much.

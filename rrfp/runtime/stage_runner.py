@@ -244,7 +244,7 @@ class StageRunner:
         self.abort.check_unraised()
 
     async def idle(self) -> None:
-        """Wait, after `close`, until no call runs on the lane any more; for ever if the lane cannot tell."""
+        """After `close`: wait until the lane runs no call. Never returns if the lane does not say."""
         while not self._context.lane.is_over:  # noqa: ASYNC110 - the end of a thread is no event
             await asyncio.sleep(timeouts.OVER_S)
 
