@@ -500,11 +500,18 @@ class Session:
         return self.submit(coroutine).result()
 
     async def _retire(self) -> None:
-        """Free this rank, and wait for its lane, which may still write gradients."""
+        """Free this rank, and wait for its lane, which may still write gradients; an RrfpError if that takes long."""
         with suppress(PipelineAborted):
             await self._close_ranks()
-        async with asyncio.timeout(self.ranks.options.connect_timeout):
-            await asyncio.gather(*(runner.idle() for runner in self._runners))
+        timeout_s = self.ranks.options.connect_timeout
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(runner.idle() for runner in self._runners))
+        except TimeoutError:
+            raise RrfpError(
+                f"the step cannot be run again: a task still runs after {timeout_s:g} s (connect_timeout), or the lane "
+                "does not say that it is over (Lane.is_over)"
+            ) from None
 
     # The way to the loop.
 

@@ -17,6 +17,7 @@ from runtime.lost_ranks import LAST, LostRanks, expected
 from runtime.toys import TOLERANCE, Ones
 
 import rrfp
+from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.lost_rank.roll_call import Decision, RollCall, RollCallAnswer
@@ -322,3 +323,17 @@ class TestRollCall:
         assert isinstance(late_one, rrfp.PipelineAborted)
         assert late_one.origin.rank == 0
         assert "did not answer in the roll call after a loss in time" in str(late_one)
+
+
+def test_a_lane_that_does_not_say_that_it_is_over_is_named_and_not_waited_for_without_end() -> None:
+    class Silent(ThreadLane):
+        @property
+        def is_over(self) -> bool:
+            return False
+
+    with rrfp.local(
+        [Ones()], loss_fn=torch.nn.functional.mse_loss, lane=lambda _: Silent(), connect_timeout=0.2
+    ) as pipe:
+        session = pipe._session
+        with pytest.raises(rrfp.RrfpError, match=r"after 0\.2 s \(connect_timeout\), or the lane does not say"):
+            session.submit(session._retire()).result()

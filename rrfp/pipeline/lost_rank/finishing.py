@@ -187,8 +187,7 @@ class Finishing:
         if decision.why or plan.step.mode is not Mode.TRAIN:
             reason = decision.why or "An evaluation is not run again"
             raise RankLostError(error.origin, decision.lost, training_step, reason)
-        submit(retire())
-        result = self._run_again(plan, survivors, modules, submit, run_again)
+        result = self._run_again(plan, survivors, submit, retire, run_again)
         survivors.pass_gradients(modules)
         result = self._with_losses(plan, result, survivors, time.monotonic() - began)
         if decision.survivors[0] == self._topology.rank:
@@ -205,8 +204,8 @@ class Finishing:
         self,
         plan: StepPlan,
         survivors: Survivors,
-        modules: Mapping[int, nn.Module],
         submit: Submit,
+        retire: Callable[[], Coroutine[Any, Any, None]],
         run_again: RunAgain,
     ) -> StepResult | None:
         """What this rank's replica computes; None if it is broken, once the others have."""
@@ -217,6 +216,7 @@ class Finishing:
         ranks = decision.ranks(self._topology)
         result: StepResult | None = None
         try:
+            submit(retire())
             if cannot := self._cannot(plan.step.number):
                 raise StageError(f"the step cannot be run again: {cannot}")
             self._snapshot.restore()
