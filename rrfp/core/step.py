@@ -275,6 +275,11 @@ class Step:
             instructions += [ev.Preview(task) for task in self.outputs.fed_by_caller() if self._is_given(task)]
         if self.pool is not None:
             self.sharing = Sharing(self.pool, self._graph, self._stage, self.ready.positions, self.sizes)
+            for forward, copy in self.sharing.keep_firsts():
+                if copy != self.pool.copy:
+                    instructions += self._leave(forward)
+                elif not forward.virtual_stage:
+                    self.readiness.grant(self.states.of(forward), forward.microbatch)
             instructions += self._claimed()
         return self._and_finish(instructions)
 
@@ -473,10 +478,17 @@ class Step:
 
     def _run_elsewhere(self, sharing: Sharing, event: ev.Claimed | ev.Granted) -> Instructions:
         """Another copy runs the forward of ``event``, and all that is claimed with it."""
-        _, m, first = event.task
-        sharing.claims[first].grant(m, event.copy)
+        task = event.task
+        sharing.claims[task.virtual_stage].grant(task.microbatch, event.copy)
+        done = self._leave(task)
+        return self._and_finish([*self._claimed(), *done])
+
+    def _leave(self, forward: Task) -> list[ev.Instruction]:
+        """Nothing of ``forward``, nor of what is claimed with it, runs here."""
+        assert self.sharing is not None
+        _, m, first = forward
         done = list[ev.Instruction]()
-        for v in sharing.claimed_with(first):
+        for v in self.sharing.claimed_with(first):
             kinds = [state for states in self.states.own.values() if (state := states.get(v)) is not None]
             for state in kinds:
                 state.is_available[m] = True
@@ -485,7 +497,7 @@ class Step:
             self.unfinished[v] -= len(kinds)
             if not self.unfinished[v]:
                 done.append(ev.ReduceChunk(v))
-        return self._and_finish([*self._claimed(), *done])
+        return done
 
     def _shares(self, event: ev.Offered | ev.Claimed | ev.Granted) -> Sharing:
         m = event.task.microbatch

@@ -254,6 +254,59 @@ def test_ranks_of_a_replica_must_have_as_many_microbatches() -> None:
         assert "the number of microbatches is 5 on stage 1, dp 0 (rank 2), must be 8" in str(abort)
 
 
+def test_weights_must_be_passed_to_the_ranks_with_losses() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        own = batch_of(rank, 0)
+        weights = own.pop("weights", [1.0] * len(own.get("inputs", ())))
+        return pipe.step(**own, weights=weights if rank in (1, 2) else None)
+
+    for abort in aborted(run(programs(), body).join()):
+        assert "weights is passed on stage 0, dp 1 (rank 1) and not on stage 1, dp 1 (rank 3)" in str(abort)
+
+
+def test_replicas_that_begin_other_steps_are_named() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        call = pipe.step if MESH.place_of(rank).replica else pipe.evaluate
+        return call(**{**batch_of(rank, 0), "weights": None})
+
+    for abort in aborted(run(programs(), body).join()):
+        assert "replicas disagree on the step: " in str(abort)
+        assert " is in training step 0 " in str(abort)
+
+
+class Sent(InprocTransport):
+    """Keeps the messages of all ranks about one step, and what replicas tell each other before it."""
+
+    kept: list[tuple[int, int, Message]] = []  # noqa: RUF012 - of all ranks
+
+    async def send(self, peer: int, message: Message) -> None:
+        self.kept.append((self.context.rank, peer, message))
+        await super().send(peer, message)
+
+
+def test_before_a_step_each_rank_hears_from_its_own_stage_alone() -> None:
+    Sent.kept.clear()
+    run(programs(), steps, transport=Sent).join()
+    told = [(rank, peer) for rank, peer, message in Sent.kept if message.kind is MessageKind.SHARE]
+    assert sorted(told) == sorted(STEPS * [(0, 1), (1, 0), (2, 3), (3, 2)])
+    topics = {message.body["topic"] for _, _, message in Sent.kept if message.kind is MessageKind.REPORT}
+    assert "microbatches" not in topics
+
+
+class TellsTwice(InprocTransport):
+    """Sends what a caller has twice."""
+
+    async def send(self, peer: int, message: Message) -> None:
+        await super().send(peer, message)
+        if message.kind is MessageKind.SHARE:
+            await super().send(peer, message)
+
+
+def test_what_a_caller_has_that_comes_twice_ends_the_pipeline() -> None:
+    for abort in aborted(run(programs(), steps, transport=TellsTwice).join()):
+        assert "sent 'share' of " in str(abort)
+
+
 def test_a_rank_that_fails_amid_claims_is_named_on_all() -> None:
     class Fails(Counts):
         def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:

@@ -29,6 +29,8 @@ QUICK = [
     ClaimCase(1, 2, (0, 0, 1), limit=2, most_bytes=3, sizes=(1, 2, 3)),
     ClaimCase(1, 2, (0, 1), split=True, chunks=2),
     ClaimCase(2, 2, (0,), chunks=2),
+    ClaimCase(2, 2, (0, 1, 1), is_even=True),
+    ClaimCase(3, 2, (0, 1), is_even=True),
 ]
 SPLIT = [ClaimCase(1, 3, (0, 0, 1), split=True), ClaimCase(2, 2, (0, 1), limit=2, depth=2, split=True)]
 ALL = [
@@ -42,6 +44,12 @@ ALL = [
     ClaimCase(2, 2, (0, 0, 1), limit=2, depth=2),
     ClaimCase(2, 3, (0, 1)),
     ClaimCase(3, 2, (0, 1)),
+    ClaimCase(2, 2, (0, 0, 1, 1), is_even=True),
+    ClaimCase(2, 2, (0, 0, 1), limit=2, depth=2, split=True, is_even=True),
+    ClaimCase(2, 3, (0, 1, 2, 0), is_even=True),
+    ClaimCase(2, 2, (0, 1), chunks=2, is_even=True),
+    ClaimCase(2, 2, (0, 1), chunks=2, layout="v", is_even=True),
+    ClaimCase(2, 2, (0, 0, 1), limit=2, most_bytes=1, sizes=(1, 2, 1), is_even=True),
 ]
 
 #: Minutes of states.

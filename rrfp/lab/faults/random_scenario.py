@@ -192,7 +192,7 @@ class RandomClaimFaults(RandomFaults):
         self._latency = scenario.control_latency
 
     def _fault(self) -> Fault:
-        return self._any_fault()
+        return self._any_fault() if self._by_sort else self._pause()
 
     def _instant(self) -> float:
         """At times while something is said of a forward."""
@@ -281,6 +281,8 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     if shares:
         parallelism = Parallelism(replicas=pool.choice([2, 2, 3]))
         shared = _shared(pool, stages, parallelism.replicas, steps)
+        # Drawn apart, as `_takes_offers`.
+        shared = replace(shared, is_even=random.Random(f"{seed} even").random() < 0.3)
         limits = _shared_limits(pool, limits, graph.placement.chunks, shared.bytes_held)
     elif any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])

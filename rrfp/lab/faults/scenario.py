@@ -79,12 +79,16 @@ class SharedForwards:
     are_known: bool = False
     #: By microbatch, what it holds on a chunk from its forward to its last task; empty: nothing.
     bytes_held: tuple[int, ...] = ()
+    #: Whether they keep their first microbatch.
+    is_even: bool = False
 
     def describe(self) -> list[str]:
         """How they do, in words."""
         slow = [f"stage {s} replica {c} {pace:g}" for s, row in enumerate(self.paces) for c, pace in enumerate(row)]
         times = [text for text in slow if not text.endswith(" 1")]
         parts = [f"replicas share forwards, of which a rank claims {self.depth} ahead"]
+        if self.is_even:
+            parts[0] += ", but for the first microbatch of each"
         if times:
             parts.append(f"times slower{', as all know' if self.are_known else ''}: {', '.join(times)}")
         if self.bytes_held:
@@ -136,7 +140,8 @@ class Scenario:
         if shared is None or step.mode is not Mode.TRAIN:
             return None
         paces = shared.paces[rank.stage] if shared.are_known else ()
-        return Pool(rank.replica, self.parallelism.replicas, shared.homes[step.number], shared.depth, paces)
+        homes = shared.homes[step.number]
+        return Pool(rank.replica, self.parallelism.replicas, homes, shared.depth, paces, shared.is_even)
 
     def salts_of(self, step: StepId, rank: Rank) -> tuple[int, ...]:
         """By microbatch, what tells its values on ``rank`` from those of other replicas and shards."""
