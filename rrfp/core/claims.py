@@ -11,6 +11,8 @@ microbatch. For each:
 
 Where nothing tells the replicas apart (`are_even`), the first microbatch of each runs there on all stages, in the first
 chunk, without a word: each rank knows that before the step, and no message is waited for until the pipeline is full.
+It is the first forward of the chunk there: else what ran before it might keep it from bytes, and it the copies behind
+from what frees these.
 
 A copy claims before it needs the forward, so that the way there and back is hidden behind the task before. It claims
 one of chunk c only while what it holds, with its claims of c and deeper chunks that have not begun, lets the memory
@@ -60,8 +62,8 @@ SPARE = 0.5
 #: A copy that takes no more than so much longer than the quickest is not slow: paces vary.
 SLOW = 1.2
 
-#: So many copies do not relieve one that is behind of too much. Of more, where they are even, each leaves to itself what
-#: is earlier by no more places than there are more: it is behind by chance alone.
+#: So many copies do not relieve one that is behind of too much. Of more that are even, each is left what is earlier by
+#: no more places than there are more: it is behind by chance alone.
 FEW = 4
 
 _NOBODY = -1
@@ -102,6 +104,7 @@ class Claims:
     __slots__ = (
         "_asked",
         "_claimed",
+        "_first",
         "_has_gradients",
         "_is_slow",
         "_lead",
@@ -154,8 +157,9 @@ class Claims:
         self._offered: set[int] = set()
         self._num_offered = [0] * pool.copies
         self._asked: set[int] = set()
-        #: Forwards claimed and not begun.
+        #: Forwards claimed and not begun; the one among them that comes before all others.
         self._claimed: set[int] = set()
+        self._first = _NOBODY
         #: The sizes of those that were granted to nobody.
         self._left = sum(self._sizes) * length
         #: How many of them are of this replica's caller, and were not offered by another copy.
@@ -193,7 +197,8 @@ class Claims:
 
     def next(self, admission: MemoryRule, deeper: Sequence[Owner] = (), *, is_idle: bool) -> int | None:
         """The forward to claim now, if any, beside those claimed on ``deeper`` chunks; see `Sharing.claims_now`."""
-        if not self._offered or (unbegun := len(deeper) + len(self._claimed)) >= self._pool.depth:
+        unbegun = len(deeper) + len(self._claimed)
+        if not self._offered or unbegun >= self._pool.depth or self._first in self._claimed:
             return None
         held, limit = admission.held + unbegun, admission.byte_limit
         if admission.slots is not None and held >= admission.slots - admission.kept_free(self.chunk, is_lowest=True):
@@ -232,6 +237,11 @@ class Claims:
         others = sum(1 / pace for copy, pace in enumerate(paces) if copy != own)
         left = sum([each._left for each in self.of_stage])
         return (left / others + self._spare * min(paces)) / paces[own] - held if others else math.inf
+
+    def keep(self, microbatch: int) -> None:
+        """This copy runs it before all others, without a claim."""
+        self.claim(microbatch)
+        self._first = microbatch
 
     def claim(self, microbatch: int) -> None:
         """This copy claims it."""
@@ -416,7 +426,7 @@ class Sharing:
             if copy != self.pool.copy:
                 claims.grant(m, copy)
             else:
-                claims.claim(m)
+                claims.keep(m)
                 if not v:
                     self._grants[v].claim(m, copy)
                     claims.receive(m)
@@ -463,10 +473,10 @@ class Sharing:
 
 
 def _first_chunks(stage_of: Sequence[int]) -> int:
-    """How many virtual stages lie before the first that comes back to a stage."""
+    """How many virtual stages lie before the first that comes back to a stage, or is claimed with the next one."""
     seen = set[int]()
     for v, stage in enumerate(stage_of):
-        if stage in seen and stage != stage_of[v - 1]:
+        if stage in seen or stage in stage_of[v + 1 : v + 2]:
             return v
         seen.add(stage)
     return len(stage_of)

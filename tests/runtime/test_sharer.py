@@ -271,7 +271,8 @@ def test_replicas_that_begin_other_steps_are_named() -> None:
 
     for abort in aborted(run(programs(), body).join()):
         assert "replicas disagree on the step: " in str(abort)
-        assert " is in training step 0 " in str(abort)
+        assert "step 0 (train" in str(abort)
+        assert "step 0 (forward" in str(abort)
 
 
 class Sent(InprocTransport):

@@ -29,7 +29,7 @@ from rrfp.memory.held_bytes import Owner
 from rrfp.memory.rules import MemoryRule
 from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.model.graph import TaskGraph
-from rrfp.model.placement import Layout, Placement, TablePlacement
+from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 
 NUM_PIPELINES, QUICK, BATCH = 1_000, 100, 50
@@ -47,6 +47,7 @@ def random_run(
     deliveries: list[Delivery] = ["any", "any", "oldest", "newest"]
     adversary = rng.choice(ADVERSARIES)
     paces = tuple(rng.choice([1.0, 1.0, 2.0, 5.0]) for _ in range(replicas))
+    is_even = random.Random(f"{seed} even").random() < 0.3
     network = make(
         graph,
         [adversary(rng) for _ in range(stages * replicas)],
@@ -57,8 +58,8 @@ def random_run(
         takes_offers=rng.random() < 0.5,
         replicas=replicas,
         claims=rng.randint(1, 3),
-        paces=paces if rng.random() < 0.5 else (),
-        is_even=random.Random(f"{seed} even").random() < 0.5,
+        paces=paces if rng.random() < 0.5 and not is_even else (),
+        is_even=is_even,
     )
     return network, [(rng.choice([Mode.TRAIN, Mode.TRAIN, Mode.FORWARD]), rng.randint(1, 7)) for _ in range(3)]
 
@@ -316,10 +317,9 @@ def test_copies_are_even_where_none_is_slow_on_any_stage() -> None:
     assert not are_even([(), ()])
 
 
-@pytest.mark.parametrize("layout", ["looped", "v"])
-def test_even_replicas_keep_their_first_microbatch_in_the_first_chunk_without_a_word(layout: Layout) -> None:
+def test_even_replicas_keep_their_first_microbatch_in_the_first_chunk_without_a_word() -> None:
     """Microbatches 0 and 2 are the first ones of the replicas 1 and 0."""
-    graph, pool = TaskGraph.chain(2, chunks=2, layout=layout), ev.Pool(0, 2, (1, 1, 0, 0), is_even=True)
+    graph, pool = TaskGraph.chain(2, chunks=2), ev.Pool(0, 2, (1, 1, 0, 0), is_even=True)
     first, last = (StageCore(graph, stage, create_hint("bf"), Limit(2)) for stage in range(2))
     opened, step = ev.StepOpened(0, Mode.TRAIN, 4, pool=pool), StepId(0, Mode.TRAIN, 4)
     assert first.apply(opened) == last.apply(opened) == ()
@@ -330,13 +330,28 @@ def test_even_replicas_keep_their_first_microbatch_in_the_first_chunk_without_a_
     assert last.decide() == ev.Run(Task(Kind.F, 2, 1))
     with pytest.raises(ProtocolError, match="offered twice: by copy 1"):
         last.apply(ev.Offered(step, Task(Kind.F, 0, 1), 1))
-    offered = Task(Kind.F, 2, graph.placement.virtual_stages(0)[1])
+    offered = Task(Kind.F, 2, 2)
     assert first.apply(ev.Offered(step, offered, 0)) == (ev.Claim(offered, 0),), "the second chunk is claimed"
+
+
+@pytest.mark.parametrize(("table", "kept"), [((0, 1, 2), 3), ((0, 1, 0, 1), 2), ((0, 1, 1, 0), 1), ((0, 0, 1, 1), 0)])
+def test_what_is_claimed_with_the_next_chunk_is_not_kept(table: tuple[int, ...], kept: int) -> None:
+    """Else another microbatch could begin between the two, and keep the second from memory for ever."""
+    graph = TaskGraph(TablePlacement(table), split=(False,) * len(table))
+    opened = ev.StepOpened(0, Mode.TRAIN, 2, pool=ev.Pool(0, 2, (0, 1), is_even=True))
+    found = set[int]()
+    for stage in range(graph.placement.stages):
+        core = StageCore(graph, stage, create_hint("bf"), Limit(2))
+        core.apply(opened)
+        assert core.step is not None
+        assert core.step.sharing is not None
+        found |= {v for v, claims in core.step.sharing.claims.items() if claims.takers[1] == 1}
+    assert found == {*range(kept)}
 
 
 def test_a_copy_claims_no_more_until_its_first_microbatch_has_begun() -> None:
     core = StageCore(TaskGraph.chain(2), 1, create_hint("bf"), Limit(2))
-    core.apply(ev.StepOpened(0, Mode.TRAIN, 4, pool=ev.Pool(0, 2, (0, 0, 1, 1), is_even=True)))
+    core.apply(ev.StepOpened(0, Mode.TRAIN, 4, pool=ev.Pool(0, 2, (0, 0, 1, 1), depth=2, is_even=True)))
     step = StepId(0, Mode.TRAIN, 4)
     assert core.apply(ev.Offered(step, Task(Kind.F, 3, 1), 1)) == ()
     assert core.apply(ev.Arrived(step, Task(Kind.F, 0, 0))) == ()

@@ -282,7 +282,7 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
         parallelism = Parallelism(replicas=pool.choice([2, 2, 3]))
         shared = _shared(pool, stages, parallelism.replicas, steps)
         # Drawn apart, as `_takes_offers`.
-        shared = replace(shared, is_even=random.Random(f"{seed} even").random() < 0.3)
+        shared = replace(shared, is_even=not shared.are_known and random.Random(f"{seed} even").random() < 0.5)
         limits = _shared_limits(pool, limits, graph.placement.chunks, shared.bytes_held)
     elif any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])

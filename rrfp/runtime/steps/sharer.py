@@ -94,7 +94,7 @@ class ForwardSharer(ReplicaExchange):
         own = graph.placement.virtual_stages(topology.stage)
         self._last_tasks = [Task(graph.last_kind(v, Mode.TRAIN), 0, v) for v in own]
         self._is_first = own[0] == 0
-        #: By replica, what callers have for the step that comes next, or is about to begin, and the numbers of the steps.
+        #: By replica, what callers have for a step that is about to begin, and that step.
         self._shares: dict[int, tuple[StepId, GivenShare]] = {}
         self._all_told = asyncio.Event()
         #: By microbatch, whose caller has it; empty in a step that is not shared. And by replica, whether the rank of
@@ -138,9 +138,9 @@ class ForwardSharer(ReplicaExchange):
             return plan
         lists = self._passed.lists(plan)
         has_data = any(values is not None for values in lists.values())
-        weights = () if plan.weights is None else tuple(map(float, plan.weights))
+        given = () if plan.weights is None else tuple(map(float, plan.weights))
         scale = factors_of(plan.batch).grad_scales[0]
-        own = GivenShare(plan.step.microbatches, plan.sizes or (), weights, scale, has_data)
+        own = GivenShare(plan.step.microbatches, plan.sizes or (), given, scale, has_data)
         self._tell_share(plan.step, own)
         if self._is_first or has_data:  # while these messages travel
             count = plan.step.microbatches
@@ -151,17 +151,16 @@ class ForwardSharer(ReplicaExchange):
         shares = [told[replica][1] for replica in range(len(told))]
         self._homes = homes = tuple(Home(r, m) for r, share in enumerate(shares) for m in range(share.microbatches))
         self._have_data = [share.has_data for share in shares]
-        sizes = weights = None
+        sizes: tuple[float, ...] | None = None
+        weights: tuple[float, ...] | None = None
         if all(sum(share.sizes) for share in shares):
             sizes = tuple(shares[home.replica].sizes[home.microbatch] for home in homes)
         # What the ranks with losses were given counts; they are of one stage.
         if any(share.weights for share in shares):
-            given = [share.weights or (1.0,) * share.microbatches for share in shares]
-            weights = tuple(given[home.replica][home.microbatch] for home in homes)
+            every = [share.weights or (1.0,) * share.microbatches for share in shares]
+            weights = tuple(every[home.replica][home.microbatch] for home in homes)
         scales = [shares[home.replica].grad_scale for home in homes]
-        return await self._on_lane(
-            "making room for microbatches", lambda: self._reopened(plan, weights, sizes, scales)
-        )
+        return await self._on_lane("making room for microbatches", lambda: self._reopened(plan, weights, sizes, scales))
 
     def _tell_share(self, step: StepId, own: GivenShare) -> None:
         """Tell this stage's ranks in the other replicas what this one's caller has."""
