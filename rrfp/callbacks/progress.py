@@ -131,7 +131,6 @@ class Progress(Callback):
         return Group(*parts, *([Text(self._note, style="yellow")] if self._note else []))
 
     def _line(self, event: StepEnded) -> Table:
-        """The whole step, in one line."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text

@@ -111,8 +111,6 @@ def save_pretrained(
 
 
 class _Saved:
-    """The entries of a checkpoint that this rank writes."""
-
     def __init__(
         self, path: Path, names: Iterable[str], weights: Weights, like: Mapping[str, Tensor], rank: int
     ) -> None:
@@ -180,7 +178,6 @@ def _stages(modules: Any) -> Sequence[SplitStage]:
 
 
 def _owned(groups: Sequence[Group], names: Sequence[str], ranks: Ranks) -> list[Group]:
-    """Of ``groups`` those that no rank before this one has."""
     others = [[tuple(group) for group in each] for each in ranks.gather(groups)]
     everywhere = {name for each in others for group in each for name in group}
     if lacking := [name for name in names if name not in everywhere]:

@@ -216,7 +216,6 @@ def _check_known(arguments: Mapping[str, Any]) -> None:
 def _entries(
     modules: Modules, optimizer: Optimizers, arguments: SaveArguments, ranks: Ranks
 ) -> tuple[dict[str, Any], Place]:
-    """Everything that this rank writes, by name."""
     pipe, step = arguments.get("pipe"), arguments.get("step")
     state = None if pipe is None else pipe.state_dict()
     if (state is None) == (step is None):

@@ -55,7 +55,6 @@ class WithLoss(nn.Module):
 def losses_by_stage(
     loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: TaskGraph
 ) -> Mapping[int, LossFunction]:
-    """The loss of each virtual stage that computes one."""
     if loss_fn is None or isinstance(loss_fn, Mapping):
         return loss_fn or {}
     return {v: loss_fn for v, readers in enumerate(graph.successors) if not readers}

@@ -147,7 +147,6 @@ class StageInputs:
         return Arguments.spread([*spread, *own, named])
 
     def targets(self, v: int) -> Sequence[Any] | None:
-        """The targets by microbatch, if ``v`` is a last virtual stage with any."""
         targets = self._batch.targets
         if targets is None or self._graph.successors[v]:
             return None
@@ -399,7 +398,6 @@ class TorchStage(StageProgram):
         return self._results.outputs()
 
     def _watching(self, task: Task) -> AbstractContextManager[None]:
-        """Watch the state that a forward writes."""
         _, m, v = task
         if m > self._highest.get(v, -1):
             self._highest[v] = m

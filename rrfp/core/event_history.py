@@ -58,7 +58,6 @@ class EventHistory:
         self._events: list[ev.Event] = []
 
     def begin(self, known: Known) -> None:
-        """A step is about to begin."""
         self._last, self._current = self._current, StepEvents(known)
         self._events = self._current.events
 

@@ -389,7 +389,6 @@ MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
 
 
 def message_times(costs: CostTable) -> MessageTimes:
-    """The seconds of every message of a step."""
     nodes = range(costs.num_virtual_stages)
     times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in SENT_TO}
     for kind, side in SENT_TO.items():

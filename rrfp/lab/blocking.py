@@ -84,8 +84,6 @@ def _program(stage: int, stages: int, microbatches: int, *, split: bool) -> Iter
 
 
 class _Stage:
-    """How far one stage has come."""
-
     def __init__(self, actions: Iterator[Task | _Batch]) -> None:
         self.actions = actions
         #: The batch that it waits in; its transfers have been posted.

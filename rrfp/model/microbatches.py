@@ -147,7 +147,6 @@ def _size(costs: Sequence[float], padded: bool) -> float:
 
 
 def _numbers(name: str, function: Callable[[T], float], samples: Sequence[T]) -> list[float]:
-    """What ``function`` says of each sample."""
     if not callable(function):
         raise ConfigError(f"{name} is {function!r}, must be a function of a sample")
     numbers = [function(sample) for sample in samples]

@@ -138,7 +138,6 @@ class Partition:
                 )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
-        """The forced orders of a rank with ``modules``."""
         return self.writes_in_order(modules) | forced_by(self.order, self.graph)
 
     def writes_in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:

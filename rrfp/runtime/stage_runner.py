@@ -286,7 +286,6 @@ class StageRunner:
         return None if self._copies is None else self._copies.held(step_number)
 
     def has_copied(self, step_number: int) -> bool:
-        """Whether `copied` is not None."""
         return self._copies is not None and self._copies.is_held(step_number)
 
     def batch_written(self) -> str | None:

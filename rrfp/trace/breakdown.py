@@ -51,7 +51,6 @@ class Breakdown:
 
     @property
     def by_cause(self) -> dict[WaitCause, float]:
-        """The blocked seconds of every cause."""
         return {cause: getattr(self, cause.value) for cause in WaitCause}
 
     @property

@@ -86,7 +86,6 @@ def duration(seconds: float) -> str:
 
 
 def _table(heads: Iterable[str], caption: str | None = None) -> Table:
-    """A table of numbers by stage, without rows."""
     table = Table(caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.caption_justify = "left"
     table.add_column("stage", no_wrap=True)

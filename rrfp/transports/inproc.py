@@ -113,7 +113,6 @@ _hubs_lock = threading.Lock()
 
 
 def hub_of(rendezvous: object) -> Hub:
-    """The hub of all ends with this rendezvous."""
     with _hubs_lock:
         return _hubs.setdefault(rendezvous, Hub())
 

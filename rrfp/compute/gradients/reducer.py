@@ -325,7 +325,6 @@ class GradientReducer:
         self._compared = True
 
     def _largest(self, numbers: list[int]) -> list[int]:
-        """The largest of each number over the replicas."""
         import torch.distributed as dist
 
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device())

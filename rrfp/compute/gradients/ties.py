@@ -124,7 +124,6 @@ def find_copies(
 def _by_name(
     ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]]
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each tie, without repeats."""
     if ties is None or isinstance(ties, Mapping):
         pairs: list[tuple[Ties, Mapping[int, nn.Module]]] = [(ties or {}, _merged(modules))]
     elif isinstance(ties, list | tuple) and len(ties) == len(modules):
@@ -141,7 +140,6 @@ def _by_name(
 
 
 def _merged(modules: Sequence[Mapping[int, nn.Module]]) -> dict[int, nn.Module]:
-    """All modules of the process by virtual stage."""
     return {v: module for rank_modules in modules for v, module in rank_modules.items()}
 
 
@@ -254,7 +252,6 @@ class TiedGradients:
     # Called on the caller's thread.
 
     def read(self) -> None:
-        """Read the values of all copies, which ranks compare."""
         self.check()
         self.settings = tuple(copy.settings() for copy in self._copies.values())
 
@@ -355,7 +352,6 @@ class TiedGradients:
 
     @torch.no_grad()
     def put(self, tie: str, pieces: Pieces) -> None:
-        """Write the sum of a tie into all copies of this rank."""
         self._put(tie, [v for name, v in self._copies if name == tie], pieces)
 
     def _put(self, tie: str, virtual_stages: Iterable[int], pieces: Pieces) -> None:

@@ -59,8 +59,6 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Issued:
-    """A call and its place in the stream."""
-
     #: The call's.
     future: asyncio.Future[Any]
     #: Relates the device's clock to the lane's; None if the device refused that.
@@ -267,7 +265,6 @@ class StreamLane(ThreadLane):
             del item  # otherwise the last call's result would live until the next one
 
     def _complete(self, issued: _Issued, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait for the call's work, and complete its future."""
         failure = self._broken
         execution: Execution[Any] | None = None
         has_broken = False

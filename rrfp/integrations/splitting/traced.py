@@ -444,7 +444,6 @@ def _is_made_anew(node: fx.Node) -> bool:
 
 
 def _assigned(node: fx.Node) -> Any:
-    """What an augmented assignment writes."""
     return node.args[1] if node.target is assign else None
 
 
@@ -465,7 +464,6 @@ def _written(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _tensor_of(model: nn.Module, node: fx.Node) -> Any:
-    """What a node reads from the model."""
     path, _, name = str(node.target).rpartition(".")
     return getattr(model.get_submodule(path), name)
 

@@ -248,12 +248,10 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, ev.ChunkReduced(virtual_stage))
 
     def finish_step(self, node: NodeT) -> None:
-        """``node`` must have run all tasks of its step."""
         node.checker.finish(node.step)
         node.num_finished += 1
 
     def bytes_held(self, node: NodeT, task: Task) -> int:
-        """The bytes that ``task`` leaves behind for its microbatch on ``node``."""
         return 0
 
     def output_bytes(self, node: NodeT, task: Task) -> int:
@@ -265,7 +263,6 @@ class Cluster(ABC, Generic[NodeT]):
         return self.groups[node.rank // self.members]
 
     def opens_with(self, node: NodeT) -> RankGroup[NodeT]:
-        """The ranks that ``node`` waits for before it opens a step."""
         return self._sharers or self.group_of(node)
 
     def open_step(self, node: NodeT) -> None:
@@ -417,12 +414,10 @@ class Cluster(ABC, Generic[NodeT]):
         return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage + across].rank
 
     def _copies_of(self, task: Task) -> list[Rank]:
-        """All ranks of the stage of ``task``."""
         stage = self.nodes[0].core.graph.stage_of[task.virtual_stage]
         return [node.rank for node in self.nodes if node.rank.stage == stage]
 
     def _holding_stage(self, task: Task) -> int:
-        """The stage whose ranks hold the inputs of ``task``, a forward."""
         return self.nodes[0].core.graph.stage_of[max(0, task.virtual_stage - 1)]
 
     def _tell(self, node: NodeT, ranks: Iterable[Rank], message: ClaimMessage) -> None:

@@ -131,7 +131,6 @@ def _check_sizes(cases: Iterable[ChainCase]) -> None:
 
 
 def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[ChainCase]:
-    """The cases, with a bar on a terminal that names each."""
     with progress_bar(len(cases), quiet=quiet) as advance:
         for case in cases:
             advance(0, str(case))

@@ -81,7 +81,6 @@ class _Reaper:
         self._thread.start()
 
     def end(self) -> None:
-        """End all processes that still run."""
         self._done.set()
         self._thread.join()
         if self._process.poll() is None:

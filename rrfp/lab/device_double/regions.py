@@ -85,12 +85,10 @@ class Region:
         return bool(self.ref.expired())  # type: ignore[no-untyped-call]
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage; None if it was freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
         return storage
 
     def cover(self) -> None:
-        """Put the bytes aside."""
         if (storage := self.storage()) is not None and self.kept is None:
             pointer, size = storage.data_ptr(), storage.nbytes()
             self.kept = pointer, ctypes.string_at(pointer, size)

@@ -203,7 +203,6 @@ class Issuer:
         stream.turn.release()
 
     def stray(self, stream: DoubleStream) -> None:
-        """Issue the rest of the block on ``stream``."""
         here = self._here()
         if not here.blocks:
             raise RuntimeError("a stream can be made current only inside a block")
@@ -215,7 +214,6 @@ class Issuer:
         left.turn.release()
 
     def record(self, stream: DoubleStream, *, is_timed: bool = False) -> DoubleEvent:
-        """An event behind what was issued on ``stream``."""
         self._timeline.call()
         with self._cutting(stream):
             event = self._new_event(stream)

@@ -47,7 +47,6 @@ def run_seed(
 
 
 def replay_command(seed: int) -> str:
-    """The command that makes the run of ``seed`` again."""
     return f"rrfp check faults --seed {seed}"
 
 
@@ -155,7 +154,6 @@ class Campaign:
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, run: FaultRun) -> None:
-        """Count one more run."""
         faults = run.scenario.faults
         kind = {0: "none", 1: name_of(faults[0]) if faults else ""}.get(len(faults), "several")
         self.runs += 1

@@ -202,7 +202,6 @@ class DeadlockReport:
         return entry is None or all(where(source.virtual_stage) == follower.rank.stage for source in entry.absent)
 
     def _has_run(self, node: Node, step: StepId, tasks: list[Task]) -> bool:
-        """Whether ``node`` has completed ``tasks``, in ``step``."""
         current = node.step_or_none
         if current is None or current.number < step.number:
             return False

@@ -44,7 +44,6 @@ class Parcel(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """The message itself."""
         assert self.packet is not None, f"{self.id} has no content"
         return self.packet.content
 
@@ -92,7 +91,6 @@ class FaultyNetwork:
         self._next_numbers: dict[tuple[int, Channel], int] = {}
 
     def next_number(self, message: AnyId) -> int:
-        """The number of ``message``, to be sent, in its channel and step."""
         key = (message.step, message.channel)
         number = self._next_numbers.get(key, 0)
         self._next_numbers[key] = number + 1

@@ -121,7 +121,6 @@ class RandomFaults:
         return Delay(self._message(), self._rng.random() < 0.6)
 
     def _message(self) -> AnyId:
-        """Any message that the run sends."""
         if self._is_in_group():
             return self._group_message()
         rng, step = self._rng, self._rng.choice(self._steps)
@@ -139,7 +138,6 @@ class RandomFaults:
         return MessageId(step.number, Task(Kind.B, microbatch, v), upper, lower)
 
     def _is_in_group(self) -> bool:
-        """Whether a message is one inside a group."""
         return self._parallelism.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
     def _counterparts(self, *stages: int) -> list[Rank]:

@@ -174,7 +174,6 @@ def rank_latencies(
     seed: int = 0,
     step: int = 0,
 ) -> RankLatencies:
-    """Draw the latencies of ``tp`` ranks for one step."""
     # A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:

@@ -273,7 +273,6 @@ class RebuiltSteps:
                 self._jitter[kind, v] = _Jitter.of(_over_mean(seconds, self._mean[kind][v]), drawn[v])
 
     def _recomputing(self, step: RecordedStep, stages: Sequence[int]) -> RecordedStep:
-        """A step of which some stages recompute."""
         found, costs = self.recomputed, step.costs
         if found is None or not stages:
             return step

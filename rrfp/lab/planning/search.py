@@ -131,7 +131,6 @@ class Search:
                 raise
 
     def result(self, candidate: Candidate, numbers: Sequence[int]) -> Result:
-        """A candidate on steps of these numbers."""
         runs = [self._run(candidate, number) for number in numbers]
         brackets = tuple(np.array(column) for column in zip(*(seconds for seconds, _, _ in runs), strict=True))
         mean = np.mean(brackets, axis=0)

@@ -154,7 +154,6 @@ def why_useless(smaller: MethodSummary, larger: MethodSummary) -> str:
 
 
 def _limits_of(group: MethodSummary) -> list[Limit]:
-    """The limit of each stage, as on a chain."""
     row = group.rows[0]
     text = str(row.limit).removeprefix(SAME_BYTES)
     return [Limit.resolve(text, stage, row.stages) for stage in range(row.stages)]
@@ -176,12 +175,10 @@ def label(row: SweepRow) -> str:
 
 
 def varied(rows: Sequence[SweepRow], columns: Iterable[str]) -> list[str]:
-    """The columns that differ between rows."""
     return [column for column in columns if len({getattr(row, column) for row in rows}) > 1]
 
 
 def changing(rows: Sequence[SweepRow]) -> list[str]:
-    """The columns in which workloads differ."""
     # Not chunks beside a graph, whose stages need not have equally many.
     return [column for column in varied(rows, WORKLOAD_COLUMNS) if column != "chunks" or not _have_graph(rows)]
 

@@ -151,8 +151,6 @@ def _is_ours(event: dict[str, Any]) -> bool:
 
 
 class _Reader:
-    """Collects the events of one run."""
-
     def __init__(self) -> None:
         self._name = "pipeline"
         self._steps: dict[int, tuple[float, float]] = {}

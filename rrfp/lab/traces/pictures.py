@@ -54,7 +54,6 @@ Colour = tuple[float, float, float]
 
 
 def rgb(text: str) -> Colour:
-    """The colour that ``#rrggbb`` names."""
     return int(text[1:3], 16) / 255, int(text[3:5], 16) / 255, int(text[5:7], 16) / 255
 
 

@@ -395,7 +395,6 @@ class Timelines:
         return [(start, top), (end, top), (end, bottom), (start, bottom)]
 
     def _style_time(self, axes: Axes, *, has_numbers: bool) -> None:
-        """The common time axis."""
         scale, _ = self._unit
         axes.set_xlim(self.start, self.end)
         axes.spines[:].set_visible(False)

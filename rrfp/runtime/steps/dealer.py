@@ -67,7 +67,6 @@ class Paces:
         self._samples: list[deque[float]] = [deque(maxlen=_STEPS) for _ in replica_of]
 
     def observe(self, reports: Sequence[StageReport]) -> None:
-        """A training step has ended."""
         are_sized = all(report.size for report in reports if report.microbatches)
         for samples, report in zip(self._samples, reports, strict=True):
             if are_sized != self.are_sized:

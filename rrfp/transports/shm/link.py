@@ -183,7 +183,6 @@ class ShmOutlet:
         )
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link behind all accepted messages."""
         async with self._turn:
             await self._send(pack(header))
 
@@ -221,7 +220,6 @@ class ShmInlet:
         self._sequence = 0
 
     def accept(self, packet: Packet, buffer: memoryview) -> None:
-        """Handle a datagram that lies in ``buffer``."""
         slot = None
         try:
             if packet.is_cut:
@@ -380,7 +378,6 @@ class ShmLink(GreetedLink[ShmOutlet]):
         self._connections[channel].packets.post(pack(self._shared.codec.seal(kind, *fields)))
 
     def _read(self, connection: _Connection, most: int | None = None) -> None:
-        """Read ``most`` datagrams of a channel, or all."""
         buffer = self._shared.buffer
         view = memoryview(buffer)
         while not (self._is_over or connection.has_ended or most == 0):

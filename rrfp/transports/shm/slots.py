@@ -70,7 +70,6 @@ def size_class(num_bytes: int) -> int:
 
 
 def padded(num_bytes: int) -> int:
-    """The room that a tensor of ``num_bytes`` takes in a slot."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -72,7 +72,6 @@ def staged_indices(message: Message) -> list[int]:
 
 
 async def on_device(message: Message, indices: list[int], copies: DeviceCopies, peer: int) -> Message:
-    """A received message with its tensors at ``indices`` on the device."""
     body = {key: value for key, value in message.body.items() if key != STAGED}
     tensors = await with_copies(message.tensors, indices, partial(copies.to_device, peer=peer))
     return replace(message, tensors=tuple(tensors), body=body)
@@ -328,7 +327,6 @@ class TunnelTransport(LinkedTransport[StagedLink]):
         self._check_open()
 
     def _attach(self, links: Iterable[StagedLink]) -> None:
-        """Use the links, one for each peer, from now on."""
         self._links = {link.peer: link for link in links}
         early, self._early = self._early, []
         for entry in early:

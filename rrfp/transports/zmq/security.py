@@ -86,7 +86,6 @@ class Gate:
         self._answer_waiting()
 
     def admit_password(self, rank: int, password: bytes) -> None:
-        """Plain connections of ``rank`` have this password."""
         self._passwords[str(rank).encode()] = (rank, password)
 
     def close_list(self) -> None:
