@@ -58,10 +58,7 @@ SendToMember = Callable[[int, GroupMessage], None]
 
 
 class LeaderProtocol:
-    """One rank's part in its group, leader or follower.
-
-    Where a limit counts bytes, ``reports_bytes`` makes followers report the bytes that their tasks hold.
-    """
+    """One rank's part in its group, leader or follower."""
 
     def __init__(
         self,

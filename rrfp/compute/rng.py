@@ -165,10 +165,7 @@ class SeedNotice:
 
 @dataclass(frozen=True, slots=True)
 class RandomForks:
-    """Forks of torch's global generators, one for each task.
-
-    Python's and numpy's generators are left alone.
-    """
+    """Forks of torch's global generators, one for each task; Python's and numpy's are left alone."""
 
     #: The run's seed; None disables forking and its lock.
     seed: int | None

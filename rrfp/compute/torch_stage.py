@@ -363,11 +363,9 @@ class TorchStage(StageProgram):
         self._held.pop((m, v), None)
 
     def name_of(self, virtual_stage: int) -> str:
-        """See :meth:`StageProgram.name_of`: the class of the module."""
         return class_name(self._units[virtual_stage])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_bytes`; measured by an `ActivationMeter`."""
         return self._held.get((microbatch, virtual_stage), 0)
 
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
@@ -377,12 +375,10 @@ class TorchStage(StageProgram):
         return self._signature(m, v, (received, *self._inputs.of_caller(m, v)))
 
     def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
-        """See :meth:`StageProgram.input_bytes`: of received tensors and of the caller's, as dense ones."""
         _, m, v = task
         return self._inputs.num_bytes(m, v, inputs) or None
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_output_bytes`; measured like `held_bytes`."""
         return self._held_outputs.get((microbatch, virtual_stage), 0)
 
     def losses(self) -> Mapping[int, float]:
@@ -390,7 +386,6 @@ class TorchStage(StageProgram):
         return self._results.losses()
 
     def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
-        """See :meth:`StageProgram.losses_by_part`. Waits like `losses`."""
         return self._results.losses_by_part()
 
     def outputs(self) -> Mapping[int, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
@@ -249,7 +250,8 @@ class ShmInlet:
         announcement = self._next(sealed, datagram)
         sizes = announcement.sizes
         if slot is None:
-            return announcement.assemble(_cut(datagram.inline, sizes), copy=True)
+            ends = zip(sizes, accumulate(sizes), strict=True)
+            return announcement.assemble([datagram.inline[end - size : end] for size, end in ends], copy=True)
         if (needed := sum(map(padded, sizes))) > slot.num_bytes:
             raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
         if slot.is_borrowed:
@@ -311,14 +313,6 @@ class ShmInlet:
     def close(self) -> None:
         """Forget all slots. Received tensors stay valid."""
         self._slots.clear()
-
-
-def _cut(inline: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    views, start = [], 0
-    for size in sizes:
-        views.append(inline[start : start + size])
-        start += size
-    return views
 
 
 #: Datagrams that are read of one channel before the loop runs.
