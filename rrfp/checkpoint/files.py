@@ -76,8 +76,6 @@ class Writer(FileSystemWriter):
 
 
 class _Sum(str):
-    """The digest of a file, among the results of writing."""
-
     __slots__ = ()
 
 

@@ -160,7 +160,6 @@ def _chosen(path: Path, ranks: Ranks) -> Path:
 
 
 def _bytes_of(size: Any) -> int:
-    """The number of bytes that ``max_shard_size`` means."""
     match = _SIZE.fullmatch(size.upper()) if isinstance(size, str) else None
     if match is not None:
         return int(match[1]) * _UNITS[match[2]]

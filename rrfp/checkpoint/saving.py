@@ -305,7 +305,6 @@ def _tell_replicas_apart(entries: dict[str, Any], names: set[str], places: Seque
 
 
 def _spans_replicas(value: Any, places: Sequence[Place]) -> bool:
-    """Whether data-parallel ranks hold parts of one tensor."""
     if not isinstance(value, DTensor):
         return False
     return replicas_of(places[rank] for rank in value.device_mesh.mesh.flatten().tolist()) > 1

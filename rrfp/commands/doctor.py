@@ -115,7 +115,6 @@ def gpu_report() -> GpuReport:
 
 
 def choices() -> Mapping[str, str]:
-    """The default lane and transports of each kind of device."""
     import torch
 
     from rrfp.compute.lanes.stream import StreamLane

@@ -243,7 +243,6 @@ class StageCore:
 
     @property
     def peaks(self) -> Peaks:
-        """The peaks of the current, or last, step."""
         return Peaks() if self._step is None else self._step.peaks
 
     @property

@@ -34,7 +34,6 @@ Bits: TypeAlias = npt.NDArray[np.bool_]
 
 
 def _length(value: object) -> int | None:
-    """The entries of a list, tuple or array; else None."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     return len(value) if is_list or is_array else None  # type: ignore[arg-type]

@@ -135,8 +135,6 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage of the pipeline that `step_time` simulates."""
-
     room: float
     is_split: bool
     #: The number of stages from here on.

@@ -167,7 +167,6 @@ class EncoderAware(Hint):
         self._run_ahead = RunAhead()
 
     def first(self, kind: Kind, ready: ReadySet, view: View) -> Task | None:
-        """The first ready task of ``kind`` that is not held back."""
         if kind is F and self.may_wait:
             return self._run_ahead.first_forward(ready, view, self.chunk_order)
         return ready.first(kind, self.chunk_order)

@@ -44,7 +44,6 @@ from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 
 
 def run_blocking(costs: CostTable) -> EngineResult:
-    """Simulate one training step of 1F1B with blocking sends."""
     # A wait has the cause INPUT while its stage communicates, and DRAINED after its last operation; a message is sent
     # when its transfer starts; each stage holds what 1F1B holds.
     if costs.graph is not None:

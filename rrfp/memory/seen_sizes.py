@@ -55,7 +55,6 @@ class ConcaveEnvelope:
         self.largest = 0.0
 
     def __bool__(self) -> bool:
-        """Whether there is a point with any bytes."""
         return len(self.corners) > 1
 
     def add(self, number: float, num_bytes: float) -> None:

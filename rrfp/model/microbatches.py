@@ -95,8 +95,6 @@ def microbatches(
 
 
 def _groups(costs: Sequence[float], budget: float | None, count: int | None, padded: bool) -> list[list[int]]:
-    """The indices of each microbatch's samples."""
-
     def size(group: Sequence[int]) -> float:
         return _size([costs[index] for index in group], padded)
 

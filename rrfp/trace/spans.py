@@ -193,7 +193,6 @@ class Recorder:
         self._cause = None
 
     def waiting(self, cause: WaitCause) -> None:
-        """The lane has nothing to run, because of ``cause``."""
         if self._cause is cause:
             return
         now = self._now()

@@ -144,7 +144,6 @@ def _merged(modules: Sequence[Mapping[int, nn.Module]]) -> dict[int, nn.Module]:
 
 
 def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The (name, parameter) pairs of one rank's ``ties``."""
     if not isinstance(ties, Mapping):
         raise ConfigError(f"ties is of type {type(ties).__name__}, must be a dict of parameters by name")
     known = {id(parameter) for module in modules.values() for parameter in module.parameters()}

@@ -294,7 +294,6 @@ class StreamLane(ThreadLane):
         del issued, failure, execution  # the failure's traceback holds this frame
 
     def _execution(self, issued: _Issued) -> Execution[Any]:
-        """The result and the times of a call whose work is done."""
         base, start, end = issued.base, issued.start, issued.end
         if not self._is_timed:
             return Execution(issued.result, issued.began, time.monotonic(), issued.launched)

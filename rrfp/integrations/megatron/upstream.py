@@ -112,6 +112,5 @@ def tensor_and_context_group(groups: Any) -> dist.ProcessGroup:
 
 
 def expert_group(groups: Any) -> dist.ProcessGroup:
-    """The ranks that exchange tokens of experts inside tasks."""
     group: dist.ProcessGroup | None = getattr(groups, "tp_ep", None)
     return parallel_state.get_expert_tensor_and_model_parallel_group() if group is None else group

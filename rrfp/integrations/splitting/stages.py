@@ -359,7 +359,6 @@ def merge_state_dict(states: Iterable[Mapping[str, Any]], model: nn.Module | Non
 
 
 def _checked(states: Any) -> list[Mapping[str, Any]]:
-    """The state dicts, which may come from an iterator."""
     wanted = "must be a list of state dicts, one of each stage"
     if isinstance(states, Mapping | str) or not isinstance(states, Iterable):
         raise ConfigError(f"states is a {type(states).__name__}, {wanted}")

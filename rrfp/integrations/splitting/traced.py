@@ -491,7 +491,6 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _line_of(error: Exception) -> str:
-    """Where in the user's code it was raised."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -198,7 +198,6 @@ def outputs_of(output: Any) -> tuple[Any, ...]:
 
 
 def put_inputs(stage: Stage, microbatch: int, tensors: tuple[Tensor | None, ...]) -> None:
-    """Let the next forward of ``microbatch`` use these inputs."""
     stage.set_local_fwd_input(tensors, microbatch)
 
 

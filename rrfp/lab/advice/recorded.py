@@ -225,6 +225,5 @@ def _gaps(
 
 
 def _within(waits: Sequence[WaitSpan], cause: WaitCause, start: float, end: float) -> float:
-    """Seconds of a cause between two times."""
     spans = ((max(wait.start, start), min(wait.end, end)) for wait in waits if wait.cause is cause)
     return sum(high - low for low, high in spans if high > low)

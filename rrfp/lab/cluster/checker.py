@@ -205,7 +205,6 @@ class RankChecker:
             self.object_to(f"has claimed {claimed} forwards and has room for {free}")
 
     def granted(self, step: StepId, task: Task) -> None:
-        """Another copy runs ``task``, of ``step``."""
         self._elsewhere.setdefault(step.number, set()).add(task)
         if step == self.step:
             self._claimed.discard(task)

@@ -110,7 +110,6 @@ class EventQueue:
         self._num_inserted = 0
 
     def put(self, time: float, rank: int, handle: Handler, argument: Any) -> None:
-        """At ``time``, call ``handle(rank, argument)``."""
         heapq.heappush(self._heap, (time, self._num_inserted, rank, handle, argument))
         self._num_inserted += 1
 
@@ -283,7 +282,6 @@ class Cluster(ABC, Generic[NodeT]):
         return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
 
     def notify(self, node: NodeT, event: ev.Event) -> None:
-        """Apply ``event`` on ``node``, where a decision is due then."""
         node.arbiter.kick()
         self.apply(node, event)
 
@@ -348,7 +346,6 @@ class Cluster(ABC, Generic[NodeT]):
         node.checker.object_to(f"runs {task} where others of its group run {other}")
 
     def complete(self, node: NodeT, seconds: float = 0.0) -> None:
-        """The first task on the lane of ``node`` ends."""
         task = node.lane.popleft()
         num_bytes = self.bytes_held(node, task)
         node.checker.complete(task, num_bytes)

@@ -191,7 +191,6 @@ _NAMES: Mapping[type[Coordination], CoordinationName | None] = {
 
 
 def _message_seconds(coordination: Coordination) -> float:
-    """How long a message between ranks of a group travels."""
     if isinstance(coordination, Independent):
         return 0.0
     # A round of proposals is there and back.

@@ -120,7 +120,6 @@ def admission(
 
 
 def _check_sizes(cases: Iterable[ChainCase]) -> None:
-    """Refuse cases that would not end."""
     for case in cases:
         if (forwards := case.stages * case.chunks * case.microbatches) > MOST_FORWARDS:
             sizes = f"stages {case.stages}, chunks {case.chunks}, microbatches {case.microbatches}"

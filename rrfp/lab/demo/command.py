@@ -167,7 +167,6 @@ def _prepare(settings: DemoSettings) -> Path:
 
 
 def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Lines:
-    """The lines of rank 0, with a bar or a line for each step."""
     lines = run_workers(settings, out / "workers.log")
     console = Console(stderr=True)
     if console.is_terminal:

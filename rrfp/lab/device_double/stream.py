@@ -188,7 +188,6 @@ class Issuer:
             here.watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, stream: DoubleStream) -> None:
-        """End the innermost block, which is one of ``stream``."""
         here = self._here()
         if len(here.blocks) == 1:
             here.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -221,7 +220,6 @@ class Issuer:
             return event
 
     def wait(self, stream: DoubleStream, event: DoubleEvent) -> None:
-        """Put ``event`` before what is issued on ``stream`` next."""
         self._timeline.call()
         event.use("waited for")
         with self._cutting(stream):

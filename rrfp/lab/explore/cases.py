@@ -46,7 +46,6 @@ _PROVED = {"paper": (1, -1)}
 
 
 def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str) -> Bounds:
-    """The bounds for a chain."""
     chunks = placement.chunks
     staircase = (0, chunks - 1)
     excess, kept = _PROVED.get(rule, staircase) if chunks > 1 and mode is Mode.TRAIN else staircase
@@ -62,7 +61,6 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
 
 
 def _feeders(placement: Placement, stage: int) -> set[int]:
-    """The other stages whose forwards this one reads."""
     return {placement.stage_of(v - 1) for v in placement.virtual_stages(stage) if v} - {stage}
 
 

@@ -468,7 +468,6 @@ class _Explorer:
         return Deadlock(trace, tuple(c.view.held for c in cores), tuple(map("; ".join, waits)))
 
     def _trace(self, state: State, parents: dict[State, tuple[State, Move] | None]) -> tuple[Task, ...]:
-        """The tasks that lead to ``state``, under constant numbers."""
         steps: list[tuple[State, Move]] = []
         while (parent := parents[state]) is not None:
             steps.append(parent)

@@ -121,5 +121,4 @@ class StageValues:
             self._gradients[task.virtual_stage] = self._gradients.get(task.virtual_stage, 0) + value
 
     def drop(self, task: Task) -> None:
-        """Nothing needs the output of ``task`` any longer."""
         self._outputs.pop(task, None)

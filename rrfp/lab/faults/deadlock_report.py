@@ -176,7 +176,6 @@ class DeadlockReport:
                 yield Debt(message, self._has_run(sender, step, here))
 
     def _orders(self, node: Node, leader: Node, step: StepId) -> Iterator[Debt]:
-        """Entries of the log that a follower lacks."""
         core = node.core
         if core.step is None or not self._waiting[node.rank]:
             return

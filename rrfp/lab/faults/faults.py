@@ -66,7 +66,6 @@ class GroupMessageId:
 
     @property
     def channel(self) -> Channel:
-        """The FIFO of all that one member says to another."""
         return self.sender, self.receiver, "group"
 
     @property
@@ -97,7 +96,6 @@ class ClaimMessageId:
 
     @property
     def channel(self) -> Channel:
-        """The FIFO of all that one rank says to another of forwards."""
         return self.sender, self.receiver, "claims"
 
     def __str__(self) -> str:

@@ -57,7 +57,6 @@ _CLAIM_SORTS: Mapping[type, ClaimSort] = {Offered: "offer", Claimed: "claim", Gr
 
 
 def identity_of(packet: Envelope) -> AnyId:
-    """Which message of the run ``packet`` is."""
     sender, receiver, content = packet
     number = content.step.number
     if isinstance(content, ClaimMessage):

@@ -141,7 +141,6 @@ class RandomFaults:
         return self._parallelism.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
     def _counterparts(self, *stages: int) -> list[Rank]:
-        """One rank of each stage, all of one replica and member."""
         chosen = self._rng.choice(self._ranks)
         counterparts = [r for r in self._ranks if (r.replica, r.member) == (chosen.replica, chosen.member)]
         return [counterparts[stage] for stage in stages]
@@ -356,7 +355,6 @@ def _graph(rng: random.Random) -> TaskGraph:
 
 
 def _split(rng: random.Random, count: int) -> tuple[bool, ...]:
-    """Which virtual stages split their backward."""
     share = rng.choice([0.0, 1.0, 0.5])
     return tuple([rng.random() < share for _ in range(count)])
 

@@ -206,6 +206,5 @@ class Scenario:
 
 
 def _on_each_stage(placement: TablePlacement) -> Iterator[str]:
-    """The virtual stages of each stage."""
     for stage in range(placement.stages):
         yield " ".join(map(str, placement.virtual_stages(stage)))

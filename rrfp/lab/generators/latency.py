@@ -153,7 +153,6 @@ class RankLatencies:
         return cls(forward, backward)
 
     def slowest(self, costs: CostTable) -> CostTable:
-        """The table of the group as one rank, its slowest."""
         self.check_fits(costs)
         return replace(costs, latency_forward=self.forward.max(axis=2), latency_backward=self.backward.max(axis=2))
 
@@ -191,7 +190,6 @@ def rank_latencies(
 
 
 def _shuffled(latencies: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
-    """The latencies of each edge, in ``rank``'s random order."""
     random = generator(RandomStream.RANK, seed, rank, step)
     forward, backward = (random.permuted(rows, axis=1) for rows in latencies)
     return forward, backward

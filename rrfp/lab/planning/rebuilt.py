@@ -330,7 +330,6 @@ class RebuiltSteps:
         return weights
 
     def _jitter_weight(self, kind: Kind) -> Matrix:
-        """The mean time of each recorded virtual stage."""
         mean: Matrix = np.mean([step.costs.durations[kind].mean(axis=1) for step in self._recorded], axis=0)
         return mean
 

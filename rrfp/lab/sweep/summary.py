@@ -43,7 +43,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of at least one value."""
         sample = list(values)
         std = statistics.stdev(sample) if len(sample) > 1 else None
         return cls(statistics.fmean(sample), min(sample), max(sample), std)
@@ -130,7 +129,6 @@ def useless_limits(groups: Sequence[MethodSummary]) -> list[tuple[MethodSummary,
 
 
 def why_useless(smaller: MethodSummary, larger: MethodSummary) -> str:
-    """Why the larger limit of such a pair gains nothing."""
     before, after = (group.spread("memory_wait_share").mean for group in (smaller, larger))
     stage = max(smaller.rows, key=lambda row: row.memory_wait_share).memory_wait_stage
     few, many = smaller.rows[0].limit, larger.rows[0].limit
@@ -184,7 +182,6 @@ def changing(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def shown(column: str, value: Any) -> str:
-    """A workload's value in a table."""
     if column == "placement" and value == "table":
         return "a graph"
     return "-" if value is None else str(value)

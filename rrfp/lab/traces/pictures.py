@@ -127,7 +127,6 @@ def _method_look(name: str, place: int) -> Mapping[str, Any]:
 
 
 def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:
-    """The colour of a task: its kind's, paler for deeper chunks."""
     pale = _PALEST * chunk / max(1, chunks - 1)
     red, green, blue = (part + (1 - part) * pale for part in KIND_COLOURS[kind])
     return red, green, blue

@@ -188,7 +188,6 @@ class Dealer(ReplicaExchange):
             self._given = tuple(reports[first[replica]].microbatches for replica in sorted(first))
 
     def _on_microbatch(self, message: Message) -> None:
-        """A microbatch of another replica arrived."""
         step, task, sender = self._activity.step, message.task, message.sender
         if sender not in self._counterparts or task is None:
             raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage")

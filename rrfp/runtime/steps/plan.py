@@ -340,7 +340,6 @@ def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
-    """M, which all arguments must agree on."""
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
     for name, values in lists.items():
         if values is None:

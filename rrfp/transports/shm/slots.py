@@ -151,7 +151,6 @@ class Slot:
         return self._borrower is not None and self._borrower() is not None
 
     def frames(self, sizes: Sequence[int]) -> list[memoryview]:
-        """The memory of tensors with these ``sizes``, which fit."""
         return _cut(memoryview(self._array), sizes)
 
     def borrow(self, sizes: Sequence[int]) -> list[memoryview]:

@@ -104,7 +104,6 @@ class Arrivals:
         self._flush(message.channel)
 
     def add_pending(self, message: Message, num_bytes: int, completing: Awaitable[Message]) -> None:
-        """A message arrived, and will be whole, with ``num_bytes``."""
         future = asyncio.ensure_future(completing)
         self._queues[message.channel].append(future)
         self.completing.add(future)
@@ -320,7 +319,6 @@ class TunnelTransport(LinkedTransport[StagedLink]):
         self._leaving: dict[Transport, asyncio.Barrier] = {}
 
     async def _start_bases(self, bases: Iterable[Transport]) -> None:
-        """Use the base transports, each with its part of the peers."""
         self._bases = tuple(bases)
         self._leaving = {base: asyncio.Barrier(max(1, len(base.context.peers))) for base in self._bases}
         await asyncio.gather(*(base.start() for base in self._bases))

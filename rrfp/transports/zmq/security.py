@@ -206,7 +206,6 @@ class Security:
         return (ALL_CHANNELS,)
 
     def protect_listener(self, listener: zmq.Socket[bytes], channels: tuple[Channel, ...]) -> None:
-        """Have a tcp listener refuse all but the peers."""
         guard(listener)
         if self._secret is None or channels == DATA_CHANNELS:
             listener.setsockopt(zmq.PLAIN_SERVER, 1)
