@@ -46,7 +46,6 @@ class GroupMessage:
     """One message inside a group."""
 
     kind: GroupMessageKind
-    #: The sender's step.
     step: StepId
     task: Task | None = None
     #: See `GroupMessageKind`.

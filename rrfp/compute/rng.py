@@ -65,7 +65,6 @@ class _Turns:
     """
 
     def __init__(self) -> None:
-        #: How many turns have begun.
         self.begun = 0
         self._lock = threading.Lock()
         self._holder: _Holder | None = None

@@ -66,7 +66,6 @@ class SavedForward:
     outputs: tuple[_Output | None, ...] = ()
     #: The loss with its graph, on the last virtual stage; None if its weight is 0.
     loss: Tensor | None = None
-    #: The factor on the loss in backward.
     loss_weight: float = 0.0
     #: Outputs of the last virtual stage whose loss has weight 0 and whose backward runs all the same.
     unweighted: tuple[Tensor, ...] = ()

@@ -17,7 +17,6 @@ MOST_EVENTS = 1 << 17
 class Known:
     """What outlives steps, as it is when a step begins."""
 
-    #: The step's number.
     step: int
     #: What tasks have shown so far.
     measured: tuple[Measured, ...] = ()

@@ -109,7 +109,6 @@ class Pauses:
         self._begun: tuple[Task, float] | None = None
         #: Whether the one wait before the next backward was begun, or declined.
         self._is_spent = False
-        #: Whether the stage waits now.
         self.is_on = False
 
     def begun_reported(self, event: ev.BegunReported) -> tuple[()]:

@@ -92,7 +92,6 @@ class TaskState:
         self._wiring = Wiring()
         #: By microbatch, where any of them skips a virtual stage.
         self._wirings: list[Wiring] = []
-        #: Microbatches that skip the virtual stage.
         self.skippers: Collection[int] = ()
         #: The rest of the wiring is of tasks that run on this stage. The local chunk.
         self.chunk = -1

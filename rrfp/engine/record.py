@@ -25,9 +25,7 @@ class EngineResult:
     spans: tuple[tuple[TaskSpan, ...], ...]
     #: Why lanes were idle, up to the makespan.
     waits: tuple[WaitSpan, ...]
-    #: Messages between stages.
     messages: tuple[MessageSpan, ...]
-    #: The most that each stage held.
     peaks: tuple[Peaks, ...]
 
     @property

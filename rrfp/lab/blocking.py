@@ -88,7 +88,6 @@ class _Stage:
         #: The batch that it waits in; its transfers have been posted.
         self.batch: _Batch | None = None
         self.now = 0.0
-        #: End of its last task.
         self.idle_since = 0.0
         self.spans: list[TaskSpan] = []
         self.waits: list[WaitSpan] = []

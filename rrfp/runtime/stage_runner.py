@@ -83,7 +83,6 @@ class StageRunner:
         #: With another replica, of what callers pass.
         self._copies = BatchCopies(context, driver.messenger, driver.executor) if settings.copies else None
         self.health = Watchdog(context, driver, self._all_gather)
-        #: The traces of its newest steps.
         self.saver = TraceSaver(context, self._all_gather, driver.executor)
 
     async def start(self) -> None:

@@ -133,7 +133,6 @@ class TraceOffer:
     first: int
     #: The newest one.
     last: int
-    #: Identifies its clock.
     clock: str
     host: str
     #: The largest message that it takes.

@@ -123,7 +123,6 @@ def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:
             piece.add_(other)
 
 
-#: Parameters with their names.
 _Named = list[tuple[str, nn.Parameter]]
 
 #: Stands for the checksum of a parameter that is frozen.

@@ -40,7 +40,6 @@ class TiedCopy:
     """A copy of a tied parameter."""
 
     tie: str
-    #: The virtual stage that holds the copy.
     virtual_stage: int
     parameter: nn.Parameter
     #: Whether the object's home is a lower virtual stage of this process (`SharedGradients`).
@@ -77,7 +76,6 @@ class CopySettings:
     """The description of a copy that ranks compare in the handshake."""
 
     tie: str
-    #: The virtual stage that holds the copy.
     virtual_stage: int
     #: Shape, dtype and placement, as text for messages.
     kind: str

@@ -59,11 +59,9 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Issued:
-    #: The call's.
     future: asyncio.Future[Any]
     #: Relates the device's clock to the lane's; None if the device refused that.
     base: Base | None = None
-    #: The call's return value.
     result: Any = None
     #: The exception that it raised, or that kept it from being made.
     failure: Exception | None = None
@@ -73,7 +71,6 @@ class _Issued:
     launched: float = 0.0
     #: The event before its work; None if the device refused it, or times are not wanted.
     start: Event | None = None
-    #: Whether the call was made.
     is_made: bool = False
     #: The event behind it; None if the device refused it, or the call was not made.
     end: Event | None = None

@@ -57,11 +57,9 @@ _PIECE_BYTES = 1 << 20
 class Entry:
     """One tensor of a file."""
 
-    #: Of the file.
     path: Path
     dtype: torch.dtype
     shape: torch.Size
-    #: Of the first byte.
     offset: int
 
     @property

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 #: Under this name a state dict's ``_metadata`` says which stage of which split it is.
 METADATA = "rrfp.split"
 
-#: Compares an output with a target.
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -54,7 +53,6 @@ class SplitStage:
     layers: tuple[range, ...]
     #: The entries of the whole model, and how folders of the Hub have them.
     weights: Weights = field(repr=False)
-    #: By which the model was split.
     plan: Plan | None = field(default=None, repr=False)
 
     def pipeline(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:

@@ -447,7 +447,6 @@ def _assigned(node: fx.Node) -> Any:
     return node.args[1] if node.target is assign else None
 
 
-#: Methods that write their object.
 _WRITERS = {"__setitem__", *(f"__{name}__" for name in _ASSIGNMENTS)}
 
 

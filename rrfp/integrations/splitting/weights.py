@@ -21,7 +21,6 @@ from rrfp.plain import shown
 
 logger = get_logger(__name__)
 
-#: Reads an entry of a folder.
 Read = Callable[[str], Tensor]
 
 

@@ -35,7 +35,6 @@ Rows = Mapping[Kind, Matrix]
 class RecordedStep:
     """One step, in seconds."""
 
-    #: Tasks and messages.
     costs: CostTable
     #: How long each task could have run and had not begun.
     dispatch: Rows

@@ -85,7 +85,6 @@ class RankGroup(Generic[NodeT]):
 
 #: What ranks say to share forwards: see `rrfp.core.claims`.
 ClaimMessage = ev.Offered | ev.Claimed | ev.Granted
-#: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.BegunReported | ClaimMessage | GroupMessage
 
 

@@ -71,7 +71,6 @@ class _Reaper:
     # torchrun by itself waits 30 s for a stopped worker, and leaves its workers running when it is killed.
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        #: Process ids that the workers reported.
         self.pids: set[int] = set()
         #: Set when a worker has reported a failure.
         self.failed = threading.Event()

@@ -150,9 +150,7 @@ class ChainCase:
     microbatches: int
     chunks: int = 1
     layout: Layout = "looped"
-    #: Which virtual stages split it.
     backward: Backward = "whole"
-    #: Training or forward only.
     mode: Mode = Mode.TRAIN
     #: K, or ``"1f1b"``.
     limit: int | Literal["1f1b"] = 1
@@ -261,11 +259,8 @@ class Explored(Generic[CaseT_co]):
 class Grid:
     """Lists of values; every sensible combination is a `ChainCase`."""
 
-    #: Values of N.
     stages: Sequence[int] = (1, 2, 3, 4)
-    #: Values of M.
     microbatches: Sequence[int] = (1, 2, 3, 4)
-    #: Values of C.
     chunks: Sequence[int] = (1, 2)
     layouts: Sequence[Layout] = ("looped", "v")
     backwards: Sequence[Backward] = ("whole", "split", "mixed")

@@ -33,7 +33,6 @@ from rrfp.model.tasks import Mode, StepId, Task
 class FaultChecker(RankChecker):
     """Collects what is wrong on one rank, against a reference's values."""
 
-    #: Of the step that is open.
     reference: Reference
 
     def __init__(self, rank: Rank, scenario: Scenario) -> None:

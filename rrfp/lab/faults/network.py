@@ -78,7 +78,6 @@ class FaultyNetwork:
         self.kept: list[tuple[MessageFault, Parcel]] = []
         #: All that was sent, and when.
         self.sent: list[tuple[float, AnyId]] = []
-        #: Messages that never arrive.
         self.lost: list[AnyId] = []
         #: The faults that have had their chance.
         self.applied: list[Fault] = []

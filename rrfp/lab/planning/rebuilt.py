@@ -47,7 +47,6 @@ class StepShape:
     split: bool | None
     weight_part: float | None
     microbatches: int
-    #: Stages that recompute.
     recompute: tuple[int, ...] = ()
 
 

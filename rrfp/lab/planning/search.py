@@ -50,7 +50,6 @@ class Candidate:
     split: bool
     microbatches: int
     method: Method
-    #: Stages.
     recompute: tuple[int, ...] = ()
 
     def shape(self, weight_part: float | None) -> StepShape:
@@ -100,7 +99,6 @@ class Search:
         self._method = replace(method, hint=hint, strict=None, limit=method.limit or "n")
         self._known: dict[tuple[Candidate, int], tuple[list[float], float, int]] = {}
         self._tasks = 0
-        #: Whether Ctrl-C ended the search.
         self.is_interrupted = False
         #: What was not tried, one line each.
         self.left_out: list[str] = []

@@ -54,11 +54,9 @@ class Shape:
 class TracedStep:
     """A whole step."""
 
-    #: The step's.
     number: int
     shape: Shape
     microbatches: int
-    #: From its start to its end.
     seconds: float
     #: The span of every task; a virtual stage that is not split has no W.
     tasks: Mapping[Task, TaskSpan]

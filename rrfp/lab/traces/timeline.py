@@ -201,7 +201,6 @@ class Timelines:
     chunk_of: dict[tuple[int, int], int]
     #: Chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
     chunks: int
-    #: The names of the parts of graphs.
     parts: Sequence[str] = ()
 
     @classmethod

@@ -91,7 +91,6 @@ class Arrivals:
         self._deliver = deliver
         self._on_failed = on_failed
         self._queues = {channel: deque[Message | asyncio.Future[Message]]() for channel in Channel}
-        #: Messages that are being completed.
         self.completing: set[asyncio.Future[Message]] = set()
 
     def is_first_pending(self, channel: Channel) -> bool:
