@@ -110,7 +110,8 @@ def test_what_fails_before_there_is_a_loop_ends_the_start_of_the_others() -> Non
 
     async def start() -> None:
         await second.meet(1.0)
-        await asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(10):
+            await asyncio.get_running_loop().create_future()
 
     first.report_now(ConfigError("seed is 0.5"))
     with pytest.raises(TransportError, match=r"^stage 0 says, through the store: ConfigError: seed is 0\.5$"):
