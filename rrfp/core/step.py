@@ -109,7 +109,6 @@ class Pauses:
         self._begun: tuple[Task, float] | None = None
         #: Whether the one wait before the next backward was begun, or declined.
         self._is_spent = False
-        #: Whether the stage waits now.
         self.is_on = False
 
     def begun_reported(self, event: ev.BegunReported) -> tuple[()]:
@@ -127,7 +126,6 @@ class Pauses:
         return ()
 
     def arrive(self, task: Task) -> None:
-        """The output of ``task`` is here."""
         if self._begun is not None and self._begun[0] == task:
             self._begun = None
 
@@ -258,7 +256,6 @@ class Step:
         return Holding(held, self._bytes.own, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
-        """Why there is nothing to decide."""
         if self.num_enqueued == self.num_tasks:
             return WaitCause.DRAINED
         if self.pauses.is_on:
@@ -351,7 +348,6 @@ class Step:
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
-        """Whether ``task`` gives its microbatch's slot back."""
         return self._is_training and self.states.of(task).frees_memory
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
@@ -442,7 +438,6 @@ class Step:
         return self.pool is None or self.pool.homes[forward.microbatch] == self.pool.copy
 
     def _claimed(self) -> Iterator[ev.Instruction]:
-        """What this rank claims now."""
         assert self.sharing is not None
         for claim in self.sharing.claims_now(self.admission, is_idle=not self.ready.holds_any):
             if isinstance(claim, ev.Grant):

@@ -247,7 +247,6 @@ class CoreDriver:
         self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
 
     def _begun(self, task: Task) -> None:
-        """The lane has begun ``task``, which was offered."""
         self._apply(ev.Enqueued(task))
 
     def _on_completed(self, completed: ev.Completed) -> None:

@@ -239,7 +239,6 @@ class Messenger:
         await self.send_to(self._ranks[stage], message)
 
     async def send_to(self, rank: int, message: Message) -> None:
-        """As `send`, to any peer."""
         self._count(message)
         await self._hand_over(rank, message)
 

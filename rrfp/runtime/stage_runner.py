@@ -84,7 +84,6 @@ class StageRunner:
         #: With another replica, of what callers pass.
         self._copies = BatchCopies(context, driver.messenger, driver.executor) if settings.copies else None
         self.health = Watchdog(context, driver, self._all_gather)
-        #: The traces of its newest steps.
         self.saver = TraceSaver(context, self._all_gather, driver.executor)
 
     async def start(self) -> None:
@@ -290,7 +289,6 @@ class StageRunner:
         return None if self._copies is None else self._copies.held(step_number)
 
     def has_copied(self, step_number: int) -> bool:
-        """Whether `copied` is not None."""
         return self._copies is not None and self._copies.is_held(step_number)
 
     def batch_written(self) -> str | None:

@@ -62,7 +62,6 @@ class Recording:
 
     @classmethod
     def of(cls, core: StageCore) -> Recording:
-        """What ``core`` has kept."""
         steps = () if core.history is None else core.history.steps
         hint, forced = core.hint, tuple(sorted(core.in_order))
         return cls(core.graph, core.stage, core.limit, core.group, forced, type(hint).__name__, hint.may_wait, steps)

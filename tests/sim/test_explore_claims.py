@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import sim.broken_claims as broken
-
-from rrfp.lab.explore.claims import ClaimCase, ClaimSearch
+from sim.claim_search import ClaimCase, ClaimSearch
 
 #: None is slow, by half, by far: between these lie the thresholds from which on a copy is helped, and from which on it
 #: declines a forward. Equal paces are as none known: no copy counts as slow.

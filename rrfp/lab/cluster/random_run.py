@@ -263,7 +263,6 @@ class RandomRun(Cluster[Node]):
             node.checker.object_to(f"counts {held} chunk tasks, the limit is {most}")
 
     def finish_step(self, node: Node) -> None:
-        """The next step follows, at some time."""
         super().finish_step(node)
         if node.num_finished < len(self.steps) and self.opens_with(node).may_open(node):
             self.allow_step([node])

@@ -149,7 +149,6 @@ class Scenario:
         return (rank.salt,) * step.microbatches if pool is None else tuple(map(rank.salt_in, pool.homes))
 
     def seconds(self, rank: Rank, task: Task) -> float:
-        """How long ``task`` takes on ``rank``."""
         pace = self.shared.paces[rank.stage][rank.replica] if self.shared is not None else 1.0
         return pace * self.durations[task.kind][task.virtual_stage][task.microbatch]
 
@@ -201,7 +200,6 @@ class Scenario:
         return ranks_of(self.graph.placement.stages, self.parallelism.replicas, self.parallelism.members)
 
     def latency(self, output: Arrived, member: int) -> float:
-        """Seconds that ``output`` travels to ``member`` of its reader."""
         kind, microbatch, virtual_stage = output.task
         lag = self.parallelism.lag(output.step.number, microbatch, virtual_stage, member)
         return self.latencies[kind][virtual_stage][microbatch] + lag
@@ -213,6 +211,5 @@ class Scenario:
 
 
 def _on_each_stage(placement: TablePlacement) -> Iterator[str]:
-    """The virtual stages of each stage."""
     for stage in range(placement.stages):
         yield " ".join(map(str, placement.virtual_stages(stage)))

@@ -73,7 +73,6 @@ class Paces:
         self._samples: list[deque[float]] = [deque(maxlen=_STEPS) for _ in replica_of]
 
     def observe(self, reports: Sequence[StageReport]) -> None:
-        """A training step has ended."""
         are_sized = all(report.size for report in reports if report.microbatches)
         for samples, report in zip(self._samples, reports, strict=True):
             if are_sized != self.are_sized:
@@ -187,7 +186,6 @@ class Dealer(ReplicaExchange):
             self._given = tuple(reports[first[replica]].microbatches for replica in sorted(first))
 
     def _on_microbatch(self, message: Message) -> None:
-        """A microbatch of another replica arrived."""
         step, task, sender = self._activity.step, message.task, message.sender
         if sender not in self._counterparts or task is None:
             raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage")

@@ -350,7 +350,6 @@ class StepReporter:
         losses.set_result(Losses.of(shares, self._topology, count, plan.reduction, self._parts, deal, plan.homes))
 
     def _with_losses(self, share: LossShare, plan: StepPlan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
-        """``share`` with the losses that this rank computed, if there are any."""
         self._check_finite(plan, losses)
         weight = plan.total_weight
         weights = plan.weights

@@ -115,8 +115,6 @@ class _Channel(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that a rank sends."""
-
     channel: _Channel
     event: ev.Event
 
@@ -137,8 +135,6 @@ class _Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Local:
-    """A state of one rank."""
-
     rank: Rank
     #: One way there.
     history: _History
@@ -193,7 +189,6 @@ class ClaimSearch:
         self._stops: set[tuple[int, tuple[ev.Event, ...]]] = set()
 
     def run(self) -> ClaimsExplored:
-        """Visit every state."""
         state: _State = tuple(self._local(rank, ()) for rank in self._ranks)
         for rank in self._ranks:
             paces = self._case.paces[rank.stage] if self._case.paces else ()
