@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -466,7 +466,13 @@ class Session:
 
         def run_again(decision: Decision, plan: StepPlan) -> StepResult:
             whole = Session(make(decision, plan.batch.training_step), f"{self.thread_name}-finish")
-            return whole.run_alone(plan)
+            # Torch waits minutes for a rank that dies while it makes the smaller groups.
+            losing = self.submit(finishing.loss())
+            losing.add_done_callback(whole.end_by)
+            try:
+                return whole.run_alone(plan)
+            finally:
+                losing.cancel()
 
         result = finishing.finish(error, self.ranks.holder.modules, self._wait, self._retire, run_again)
         self._completed = self._training_step
@@ -537,6 +543,11 @@ class Session:
             self._fail(error)
         else:
             self.thread.loop.call_soon_threadsafe(self._fail, error)
+
+    def end_by(self, losing: Future[PipelineAborted]) -> None:
+        """End by the error that ``losing`` has, once it is done."""
+        with suppress(RrfpError, CancelledError):  # nobody looks for it any more
+            self._give_up(losing.result())
 
     def _give_up(self, error: PipelineAborted) -> None:
         """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -254,23 +254,27 @@ def clips_and_scales(training: Training, victim: int) -> Any:
     return result.lost, norm, gradients
 
 
-def dies_in_the_roll_call(training: Training, victim: int, second: int, when: str) -> Any:
-    """As `finishes`; a second rank dies meanwhile, ``when`` it does something."""
+def dies_in_the_roll_call(training: Training, victim: int, seconds: Sequence[int], when: str) -> Any:
+    """As `finishes`; further ranks die meanwhile, ``when`` they do something."""
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def die_in_a_task(*_: Any) -> None:
         training.module.register_forward_hook(die)
 
+    def die_in_a_group(*_: Any) -> None:
+        dist.new_group = die
+
     owner, method, action = {
         "deciding": (RollCall, "_others", die),
         "beginning": (StepSnapshot, "restore", die),
         "running": (StepSnapshot, "restore", die_in_a_task),
+        "grouping": (StepSnapshot, "restore", die_in_a_group),
         "done": (RollCall, "publish_end", die),
         "meeting": (Survivors, "pass_gradients", die),
     }[when]
-    if training.place.rank == second:
+    if training.place.rank in seconds:
         setattr(owner, method, action)
     return finishes(training, victim)
 

@@ -21,6 +21,7 @@ from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.lost_rank.roll_call import Decision, RollCall, RollCallAnswer
+from rrfp.pipeline.lost_rank.watch import SurvivorWatch
 from rrfp.pipeline.options import complete
 from rrfp.testing.clock import run_virtual
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -34,10 +35,18 @@ def close(left: list[Any], right: list[torch.Tensor]) -> bool:
     )
 
 
-#: A second rank that dies, of which replica 1 is broken, and when; see `lost_ranks.dies_in_the_roll_call`.
+#: Further ranks that die behind the last one, of so many replicas, when (see `lost_ranks.dies_in_the_roll_call`), and
+#: whether rank 0 hosts the store.
 SECOND = [
-    (0, "running"),
-    *(long(*each) for each in [(0, "deciding"), (0, "beginning"), (2, "running"), (0, "done"), (1, "meeting")]),
+    ((0,), 2, "running", False),
+    long((0,), 2, "running", True),
+    ((3,), 3, "grouping", True),  # in the smaller pipeline, with rank 4
+    long((0, 2), 2, "beginning", False),  # nobody is left to run the step
+    *(long((0,), 2, when, False) for when in ("deciding", "beginning", "done", "grouping")),
+    long((2,), 2, "running", False),
+    long((2,), 2, "grouping", True),  # with all that are left
+    long((1,), 2, "grouping", True),
+    long((1,), 2, "meeting", False),
 ]
 
 
@@ -148,18 +157,23 @@ def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: 
     assert abs(total**0.5 - 0.01) < 1e-6
 
 
-@pytest.mark.parametrize(("second", "when"), SECOND)
-def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
-    ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
+@pytest.mark.parametrize(("others", "replicas", "when", "hosted"), SECOND)
+def test_a_further_loss_meanwhile_ends_the_job_by_name(
+    others: tuple[int, ...], replicas: int, when: str, hosted: bool, tmp_path: Path
+) -> None:
+    victim = 2 * replicas - 1
+    options: dict[str, Any] = {"replicas": replicas, "hosted": hosted}
+    ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, victim, others, when, **options)
     try:
-        assert ranks.hear(3) == "here"
-        assert ranks.hear(2) == "copied"
-        ranks.strike(3)
-        ends = [ranks.end(rank) for rank in {0, 1, 2} - {second}]
+        assert ranks.hear(victim) == "here"
+        assert ranks.hear(ranks.holder(victim)) == "copied"
+        ranks.strike(victim)
+        ends = [ranks.end(rank) for rank in {*range(victim)} - {*others}]
     finally:
         ranks.kill()
     for end in ends:
-        assert (end.error, end.culprit) == ("PipelineAborted", second), end
+        assert end.error == "PipelineAborted", end
+        assert end.culprit in others, end
 
 
 def test_with_the_host_of_the_store_the_job_ends_by_its_name(tmp_path: Path) -> None:
@@ -323,6 +337,58 @@ class TestRollCall:
         assert isinstance(late_one, rrfp.PipelineAborted)
         assert late_one.origin.rank == 0
         assert "did not answer in the roll call after a loss in time" in str(late_one)
+
+
+class Muted(LocalRendezvous):
+    """Of a rank that falls silent."""
+
+    def __init__(self, met: LocalRendezvous) -> None:
+        self._met = met
+        self.is_silent = False
+
+    async def publish(self, key: str, value: bytes) -> None:
+        if not self.is_silent:
+            await self._met.publish(key, value)
+
+    async def lookup(self, key: str, timeout_s: float) -> bytes:
+        return await self._met.lookup(key, timeout_s)
+
+
+class TestSurvivorWatch:
+    """Three ranks that are left, of two stages by two replicas, in one process."""
+
+    def of(self, rank: int, met: LocalRendezvous) -> SurvivorWatch:
+        place = rrfp.Topology.at(rank, Mesh((("pp", 2), ("dp", 2))))
+        return SurvivorWatch(RollCall(place, "run", None, met), (0, 1, 3), place)
+
+    def test_all_learn_which_one_is_lost(self) -> None:
+        async def run() -> list[Any]:
+            met = LocalRendezvous()
+            muted = Muted(met)
+            watches = [self.of(0, met), self.of(1, met), self.of(3, muted)]
+            await asyncio.sleep(60.0)
+            assert [watch.origin for watch in watches] == [None] * 3
+            muted.is_silent = True
+            waits = [watch.unless_lost(asyncio.sleep(1e6)) for watch in watches]
+            return await asyncio.gather(*waits, return_exceptions=True)
+
+        for found in run_virtual(run()):
+            assert isinstance(found, rrfp.PipelineAborted)
+            assert (found.origin.stage, found.origin.rank) == (1, 3)
+
+    def test_who_leaves_is_not_lost_and_the_rank_behind_it_is_watched_on(self) -> None:
+        async def run() -> list[Any]:
+            met = LocalRendezvous()
+            muted = Muted(met)
+            first, leaving, last = self.of(0, met), self.of(1, met), self.of(3, muted)
+            await asyncio.sleep(10.0)
+            await leaving.leave()
+            await asyncio.sleep(60.0)
+            assert (first.origin, last.origin) == (None, None)
+            muted.is_silent = True
+            return [(await first.loss()).origin.rank, leaving.origin]
+
+        assert run_virtual(run()) == [3, None]
 
 
 def test_a_lane_that_does_not_say_that_it_is_over_is_named_and_not_waited_for_without_end() -> None:
