@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch
 from batches import long
 from fork_server import fork_server  # noqa: F401 - a fixture
+from pipeline.notes import Notes
 from runtime import lost_ranks
 from runtime.lost_ranks import LAST, LostRanks, expected
 from runtime.toys import TOLERANCE, Ones
 
 import rrfp
+from rrfp.callbacks import Csv
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
@@ -75,6 +78,23 @@ def check_finished(values: dict[int, Any], lost: tuple[int, ...], replicas: int,
         assert text.startswith(f"step {LAST}, loss ")
 
 
+def check_told(folder: Path, values: dict[int, Any]) -> None:
+    """Callbacks of the ranks that are left have seen the step end, and then the loss."""
+    for rank, value in values.items():
+        told = [line.split() for line in (folder / str(rank)).read_text().splitlines() if not line.startswith("stall")]
+        steps = [(method, str(step)) for step in range(LAST + 1) for method in ("step_begun", "step_ended")]
+        behind = str(LAST + 1)
+        assert [(method, step) for method, step, _ in told] == [
+            ("run_begun", "0"), *steps, ("aborted", behind), ("run_ended", behind),
+        ]  # fmt: skip
+        assert float(told[-3][2]) == value[0]
+    with (folder / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(LAST + 1)]
+    assert (rows[-1]["loss"], rows[-1]["compute/stage1"]) == (str(values[0][0]), "")
+    assert float(rows[-1]["seconds"]) > 0
+
+
 def check_resumed(folder: Path, replicas: int) -> None:
     """A new job goes on from the checkpoint as if nothing had happened."""
     for each in ("store", "gloo"):
@@ -91,12 +111,15 @@ def check_resumed(folder: Path, replicas: int) -> None:
 
 @pytest.mark.parametrize("victim", [long(0), long(1), long(2), 3])
 def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path: Path) -> None:
-    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim)
+    callbacks = [Notes(folder=tmp_path), Csv(tmp_path / "rows.csv")]
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim, callbacks=callbacks)
     try:
-        check_finished(strike(ranks, victim), (victim,), 2)
+        values = strike(ranks, victim)
     finally:
         ranks.kill()
+    check_finished(values, (victim,), 2)
     if victim == 3:
+        check_told(tmp_path, values)
         check_resumed(tmp_path, 2)
 
 
@@ -132,7 +155,7 @@ def test_both_ranks_of_a_replica_may_be_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("when", "steps"), [("before", LAST), long("behind", LAST + 1)])
 def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, tmp_path: Path) -> None:
     victim = 2
-    ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when)
+    ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when, callbacks=[Notes(folder=tmp_path)])
     try:
         values = ranks.values({0, 1, 3})
     finally:
@@ -142,6 +165,8 @@ def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, t
         assert told == "lost" or told.startswith("rank 2 lost (")
         assert close(parameters, expected(2, steps)[-1][-1][rank // 2])
         assert refused == "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
+        events = [line.split()[:2] for line in (tmp_path / str(rank)).read_text().splitlines()]
+        assert events[-2:] == [["aborted", str(steps)], ["run_ended", str(steps)]]
 
 
 def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: Path) -> None:

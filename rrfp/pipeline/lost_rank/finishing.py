@@ -18,12 +18,12 @@ from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.pipeline.lost_rank.roll_call import Decision, End, RollCall, RollCallAnswer, lost_rank
+from rrfp.pipeline.lost_rank.roll_call import Decision, End, RollCall, RollCallAnswer
 from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.pipeline.lost_rank.watch import SurvivorWatch
 from rrfp.runtime import records
-from rrfp.runtime.abort import Failure, describe, failure_of
+from rrfp.runtime.abort import Failure, describe, failure_of, lost_rank
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.steps.batch_copies import CopiedBatch
 from rrfp.runtime.steps.passed import factors_of

@@ -21,13 +21,6 @@ from rrfp.transports.secret import Secret, vouch, vouched
 _PURPOSE = "rrfp roll call 1"
 
 
-def lost_rank(origin: Origin) -> int | None:
-    """The rank whose process ended or fell silent, if that is the failure; None if its program left in order."""
-    if not origin.cause.startswith(f"{PeerLostError.__name__}: ") or "its program left" in origin.cause:
-        return None
-    return origin.stage if origin.rank is None else origin.rank
-
-
 @dataclass(frozen=True, slots=True)
 class RollCallAnswer:
     """What a rank that is left knows when it learns of a loss."""
