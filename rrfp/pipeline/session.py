@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 from weakref import WeakSet
 
 from torch.amp import GradScaler
@@ -398,7 +398,8 @@ class Session:
                 raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
             if None in self.newest_traces():
                 raise ConfigError("no training step is recorded: save_trace goes after a step")
-        return Call("saving a trace", self._save_trace(request), _written)
+        without = None if (finishing := self.ranks.finishing) is None else partial(self._refuse_trace, finishing)
+        return Call("saving a trace", self._save_trace(request), _written, without)
 
     def newest_traces(self) -> list[StepTrace | None]:
         """Of each rank here, the newest trace that it keeps."""
@@ -478,6 +479,9 @@ class Session:
         self._completed = self._training_step
         self.ranks.callbacks.step_ended(result)
         return result
+
+    def _refuse_trace(self, finishing: Finishing, error: PipelineAborted) -> NoReturn:
+        finishing.refuse(error, self._wait, self._completed, "A trace is of all ranks")
 
     def run_alone(self, plan: StepPlan) -> StepResult:
         """Enter, run one step, and leave."""

@@ -184,6 +184,25 @@ def finishes(training: Training, victim: int) -> Any:
     return result.loss, result.losses, result.lost, gradients, parameters, str(path), step, str(result)
 
 
+def saves_a_trace(training: Training, victim: int) -> Any:
+    """Train; the victim dies before the others save a trace, twice, and a checkpoint."""
+    path, told = training.folder / "trace.json", []
+    with training.pipeline as pipe:
+        for number in range(LAST):
+            training.step(pipe, number)
+            training.update()
+        if training.place.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            try:
+                pipe.save_trace(path)
+            except rrfp.RrfpError as error:
+                told.append((type(error).__name__, str(error)))
+        rrfp.checkpoint.save(training.folder / "saved", training.named, training.optimizer, pipe=pipe)
+        step = pipe.state_dict()["step"]
+    return told, step, path.exists()
+
+
 def awaits(training: Training) -> str:
     """Enter the pipeline in a coroutine."""
 

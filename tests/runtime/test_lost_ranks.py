@@ -53,6 +53,10 @@ SECOND = [
 ]
 
 
+#: What a call of all ranks says when rank 2 was lost before.
+NO_MORE = "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
+
+
 def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
     """Kill ``victims`` in the first one's last backward, once their copies have come; what the others return."""
     assert ranks.hear(victims[0]) == "here"
@@ -164,9 +168,24 @@ def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, t
         assert step == steps, told
         assert told == "lost" or told.startswith("rank 2 lost (")
         assert close(parameters, expected(2, steps)[-1][-1][rank // 2])
-        assert refused == "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
+        assert refused == NO_MORE
         events = [line.split()[:2] for line in (tmp_path / str(rank)).read_text().splitlines()]
         assert events[-2:] == [["aborted", str(steps)], ["run_ended", str(steps)]]
+
+
+def test_a_trace_of_all_ranks_is_refused_and_the_others_save(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.saves_a_trace, 2)
+    try:
+        values = ranks.values({0, 1, 3})
+    finally:
+        ranks.kill()
+    for (lost, refused), step, is_there in values.values():
+        assert lost[0] == "RankLostError"
+        assert lost[1].startswith("rank 2 lost (")
+        assert "A trace is of all ranks. Training steps before 2 are complete" in lost[1]
+        assert refused == ("RrfpError", NO_MORE)
+        assert (step, is_there) == (LAST, False)
+    assert rrfp.checkpoint.latest(tmp_path / "saved") is not None
 
 
 def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: Path) -> None:

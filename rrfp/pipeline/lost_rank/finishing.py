@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from torch import nn
 
@@ -187,6 +187,12 @@ class Finishing:
             self.survivors = Survivors(decision, own, self._torch_ranks, join, explain)
         return self.survivors
 
+    def refuse(self, error: PipelineAborted, submit: Submit, step: int, reason: str) -> NoReturn:
+        """Raise a RankLostError: ``step`` is the first training step that is not done."""
+        lost = self.decide(error, submit).decision.lost
+        self.has_ended = True
+        raise RankLostError(error.origin, lost, step, reason)
+
     async def _join(self, make: Callable[[], T], ranks: Sequence[int]) -> T:
         """Make a group, once all are here. On another thread, which stays behind if a rank is lost meanwhile."""
         assert self._roll_call is not None
@@ -216,8 +222,7 @@ class Finishing:
             seconds = time.monotonic() - began
             return replace(self._result, seconds=seconds, breakdown=(), peaks=(), slots=(), lost=decision.lost)
         if decision.why or plan.step.mode is not Mode.TRAIN:
-            reason = decision.why or "An evaluation is not run again"
-            raise RankLostError(error.origin, decision.lost, training_step, reason)
+            self.refuse(error, submit, training_step, decision.why or "An evaluation is not run again")
         result = self._run_again(plan, survivors, submit, retire, run_again)
         survivors.pass_gradients(modules)
         result = self._with_losses(plan, result, survivors, time.monotonic() - began)
