@@ -364,6 +364,16 @@ class TestRollCall:
         assert late_one.origin.rank == 0
         assert "was taken for lost by the other ranks" in str(late_one)
 
+    def test_it_names_itself_also_if_it_takes_for_lost_who_has_decided(self) -> None:
+        async def late() -> list[Decision | BaseException]:
+            met = LocalRendezvous()
+            await self.hold(met, {0: 3, 1: 3, 2: 3})
+            return await self.hold(met, {3: 0})
+
+        (late_one,) = run_virtual(late())
+        assert isinstance(late_one, rrfp.PipelineAborted)
+        assert late_one.origin.rank == 3
+
     def test_nor_does_one_that_answers_together_with_the_others(self) -> None:
         stopped, *others = run_virtual(self.hold(LocalRendezvous(), {0: 1, 1: 0, 2: 0, 3: 0}))
         assert others == [Decision((1, 2, 3), (0,), 5, "", (1,))] * 3

@@ -125,20 +125,21 @@ class RollCall:
                 continue
             # It waits for the others no longer than this rank has waited for it.
             told: Decision | None = await self.look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
+            told = told or await self._decided_without()
             if told is None:
                 raise self.aborted(rank, "ended or fell silent in the roll call after a loss")
             return self._followed(told)
         raise AssertionError("this rank is one of them")
 
     async def _decided_without(self) -> Decision | None:
-        """What a later rank has decided, to which this one seemed lost, as after a stop of its process."""
+        """What another rank has decided, to which this one seemed lost, as after a stop of its process."""
 
         async def decided(rank: int) -> Decision | None:
             told: Decision | None = await self.look(f"decision/{rank}", timeouts.GLANCE_S, Decision)
             return told
 
-        later = await by_peer(range(self._topology.rank + 1, self._topology.world), decided)
-        return next((decision for decision in later.values() if decision is not None), None)
+        others = await by_peer([rank for rank in range(self._topology.world) if rank != self._topology.rank], decided)
+        return next((decision for decision in others.values() if decision is not None), None)
 
     def _followed(self, decision: Decision) -> Decision:
         """``decision``, where this rank is in it; else its own loss."""
