@@ -169,8 +169,6 @@ def _dims_text(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank of this process before it starts."""
-
     #: The rank's.
     topology: Topology
     #: Computes its tasks.

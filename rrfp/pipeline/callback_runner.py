@@ -47,8 +47,6 @@ MOST_WAITING = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An event on its way."""
-
     method: str
     #: Makes it; None: it does not take place.
     event: Callable[[], Event | None]

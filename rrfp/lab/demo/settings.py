@@ -109,7 +109,6 @@ def demo_transport(text: str) -> Any:
 
 
 def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
-    """Refuse methods that the workers would refuse."""
     with Faults() as faults:
         with faults.kept():
             complete({"transport": demo_transport(transport)})
