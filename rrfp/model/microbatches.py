@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
@@ -74,9 +74,11 @@ def microbatches(
         The microbatches, with their sizes and weights.
 
     Raises:
-        ConfigError: if there are no samples or fewer than ``count``, a cost or weight is impossible, a sample is above
-            the budget, or ``count`` microbatches do not fit it.
+        ConfigError: if ``samples`` is no sequence, or has none or fewer than ``count``, a cost or weight is impossible,
+            a sample is above the budget, or ``count`` microbatches do not fit it.
     """
+    if isinstance(samples, Mapping) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        raise ConfigError(f"samples is {samples!r:.100}, must be a list, or another sequence")
     costs = _numbers("cost", cost, samples)
     weights = _numbers("weight", weight, samples)
     _check(costs, budget, count)

@@ -27,7 +27,7 @@ from rrfp.model.placement import Layout
 from rrfp.runtime.context import Coordination
 from rrfp.runtime.steps.plan import StepArguments
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
-from rrfp.transports.registry import TRANSPORTS, TransportSpec
+from rrfp.transports.registry import TRANSPORTS, TransportSpec, allowed_transports
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -129,13 +129,9 @@ def _is_placement(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(type(stage) is int for stage in value)
 
 
-def _transports() -> str:
-    return f"a factory or one of: {', '.join(TRANSPORTS.names())}"
-
-
 def _is_transport(value: Any) -> bool:
     if isinstance(value, str) and value not in TRANSPORTS:
-        raise ConfigError(f"transport is {misspelt(value, TRANSPORTS.names())}, must be {_transports()}")
+        raise ConfigError(f"transport is {misspelt(value, TRANSPORTS.names())}, must be {allowed_transports()}")
     return callable(value) or value in TRANSPORTS
 
 
@@ -148,7 +144,7 @@ def _resolved(resolve: Callable[[Any], object]) -> Option:
 class Options:
     """The keyword options of `rrfp.Pipeline` and `rrfp.local`."""
 
-    transport: Annotated[TransportSpec, Option(_transports, _is_transport).common()] = "auto"
+    transport: Annotated[TransportSpec, Option(allowed_transports, _is_transport).common()] = "auto"
     """A transport's name, class or factory."""
 
     hint: Annotated[HintSpec | None, _resolved(create_hint).common()] = None
