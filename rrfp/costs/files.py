@@ -92,7 +92,7 @@ def from_json(text: str) -> CostTable:
     with Faults() as faults:
         for name in document:
             if name not in known:
-                faults.keep(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(known)}")
+                faults.keep(f"field {reprlib.repr(name)} is unknown, must be one of: {', '.join(known)}")
         if missing:
             with faults.kept():
                 subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
@@ -145,7 +145,7 @@ def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Sk
     skipped: list[set[int]] = [set() for _ in range(microbatches)]
     for name, skippers in value.items():
         if name not in names:
-            raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {listed(names)}")
+            raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of: {listed(names)}")
         for microbatch in checked_list(f"skipped[{name!r}]", skippers, "of microbatches"):
             skipped[whole(f"skipped[{name!r}]", microbatch, 0, microbatches - 1)].add(names.index(name))
     return tuple(map(frozenset, skipped))

@@ -155,11 +155,11 @@ GOOD_FILE = {
     ("change", "message"),
     [
         ({"stages": 0}, "stages"),
-        ({"placement": "ring"}, "placement is 'ring', must be one of looped, v"),
+        ({"placement": "ring"}, "placement is 'ring', must be one of: looped, v"),
         ({"F": [[1]]}, "F has 1 rows, must have 2"),
         ({"B": [[1], [-1]]}, "B[1][0] is -1.0, must be a finite number >= 0"),
         ({"latency_F": [["1"]]}, "latency_F[0][0]"),
-        ({"colour": 1}, "field 'colour' is unknown, must be one of stages, chunks"),
+        ({"colour": 1}, "field 'colour' is unknown, must be one of: stages, chunks"),
         ({"F": [[1e308], [1e308]]}, "the sum of all times is too large"),
     ],
 )

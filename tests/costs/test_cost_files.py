@@ -67,11 +67,14 @@ def test_only_w_bytes_and_sizes_may_be_missing(field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"G": 1}, "field 'G' is unknown, must be one of stages, chunks, placement, microbatches, F, B, W, latency_F,"),
+        (
+            {"G": 1},
+            "field 'G' is unknown, must be one of: stages, chunks, placement, microbatches, F, B, W, latency_F,",
+        ),
         ({"stages": "2"}, "stages is '2', must be a whole number >= 1"),
         ({"stages": 10**4000, "chunks": 10**4000}, "stages is a number of 13288 bits, must be at most"),
-        ({"placement": None}, "placement is None, must be one of looped, v"),
-        ({"placement": ["v"]}, "placement is ['v'], must be one of looped, v"),
+        ({"placement": None}, "placement is None, must be one of: looped, v"),
+        ({"placement": ["v"]}, "placement is ['v'], must be one of: looped, v"),
         ({"F": {}}, "F must be a list of rows of numbers"),
         ({"W": None}, "W must be a list of rows of numbers"),
         ({"bytes": [[1, 1], [1, -1]]}, "bytes[1][1] is -1.0, must be a finite number >= 0"),
