@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rrfp.errors import ConfigError
+from rrfp.plain import path_of
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes | Iterable[str]) -> None:
@@ -18,9 +19,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes | Iterab
     A path that is no ordinary file, such as a pipe, is written to directly; the pieces of a long text are written as
     they come. A ConfigError names the file that cannot be written and the reason.
     """
-    if "\0" in os.fspath(path):
-        raise ConfigError(f"{os.fspath(path)!r}: cannot be written (embedded null character)")
-    target = Path(path).resolve()  # a link stays; the file that it points to is replaced
+    target = path_of("path", path).resolve()  # a link stays; the file that it points to is replaced
     beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
     try:
         if target.exists() and not target.is_file():

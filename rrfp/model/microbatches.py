@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from rrfp.errors import ConfigError
+from rrfp.plain import flag
 
 T = TypeVar("T")
 
@@ -79,6 +80,7 @@ def microbatches(
     """
     if isinstance(samples, Mapping) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
         raise ConfigError(f"samples is {samples!r:.100}, must be a list, or another sequence")
+    flag("padded", padded)
     costs = _numbers("cost", cost, samples)
     weights = _numbers("weight", weight, samples)
     _check(costs, budget, count)

@@ -49,7 +49,7 @@ BAD = {
     "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
     "no hint": (("--hint", "json:JSONDecoder"), "decoder.py), must be a name"),
     "a module": (("--hint", "os:path"), "hint is of type module, must be a name, or a subclass of rrfp.Hint"),
-    "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),
+    "no factory": (("--hint", "json:loads"), "loads must be a factory that is called with (): loads() missing"),
     "unknown option": (("--hnt", "bf"), "No such option: --hnt (did you mean --hint?)"),
     "option without value": (("--hint",), "Option '--hint' requires an argument"),
     "extra argument": (("--hint", "bf", "more"), "unexpected extra argument"),

@@ -116,3 +116,5 @@ def test_a_weight_is_a_number_that_is_not_negative() -> None:
 def test_what_is_no_sequence_of_samples_is_refused(samples: Any) -> None:
     with pytest.raises(ConfigError, match=r"^samples is .*, must be a list, or another sequence$"):
         microbatches(samples, cost=len, weight=len, count=1)
+    with pytest.raises(ConfigError, match="padded is 'yes', must be True or False"):
+        formed([1, 2], count=1, padded="yes")
