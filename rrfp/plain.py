@@ -95,14 +95,12 @@ def one_of(names: Sequence[str], field: str, value: object, *, error: MakeError 
 
 
 def blob(field: str, value: object, length: int, *, error: MakeError = config_error) -> bytes:
-    """So many bytes."""
     if type(value) is not bytes or len(value) != length:
         raise error(field, f"is {shown(value)}, must be {length} bytes")
     return value
 
 
 def path_of(field: str, value: object, *, error: MakeError = config_error) -> Path:
-    """The name of a file or folder."""
     if not is_path(value):
         raise error(field, f"is {shown(value)}, must be a path")
     return Path(os.fsdecode(value))  # type: ignore[arg-type]

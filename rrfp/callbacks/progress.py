@@ -14,7 +14,6 @@ from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 from rrfp.plain import or_none, whole
 from rrfp.tables import Column, fitted, mebibytes
-from rrfp.trace.breakdown import Breakdown
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -30,16 +29,8 @@ _MOST_ROWS = 16
 #: Steps over which the time that is left is estimated.
 _REMEMBERED = 50
 
-#: Heading and value of the table's parts of the step's time; the optional ones are left out where they are 0.
-_PARTS: tuple[tuple[str, Callable[[Breakdown], float], bool], ...] = (
-    ("compute", lambda parts: parts.compute, False),
-    ("input", lambda parts: parts.input, False),
-    ("memory", lambda parts: parts.memory, False),
-    ("TP order", lambda parts: parts.order, True),
-    ("choice", lambda parts: parts.choice, True),
-    ("nothing left", lambda parts: parts.drained, False),
-    ("other", lambda parts: parts.other, True),
-)
+#: Parts of the step's time that are left out where they are 0.
+_OPTIONAL = ("TP order", "choice", "other")
 
 
 class Progress(Callback):
@@ -130,11 +121,12 @@ class Progress(Callback):
         from rich.console import Group
         from rich.text import Text
 
-        parts = [] if self._last is None else [self._line(self._last), *_tables(self._last.stages, width)]
+        parts: list[Table] = []
+        if self._last is not None:
+            parts = [self._line(self._last), *(_tables(self._last.stages, width) if self._last.stages else ())]
         return Group(*parts, *([Text(self._note, style="yellow")] if self._note else []))
 
     def _line(self, event: StepEnded) -> Table:
-        """The whole step, in one line."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -188,9 +180,9 @@ def _tables(stages: tuple[StageFigures, ...], width: int) -> list[Table]:
         names[-1] += f" of {len(stages)}"
     keys = [Column("stage", names, justify="left"), Column("rank", [str(rank) for _, rank in rows])]
     columns = [
-        Column(f"{head} %", of_stages(partial(_percent, value)))
-        for head, value, is_optional in _PARTS
-        if not is_optional or any(value(stage.breakdown) > 0.005 * stage.breakdown.step for stage, _ in rows)
+        Column(f"{name} %", of_stages(partial(_percent, name)))
+        for name in stages[0].breakdown.parts
+        if name not in _OPTIONAL or any(each.breakdown.parts[name] > 0.005 * each.breakdown.step for each, _ in rows)
     ]
     columns += [
         Column("sent MiB", of_stages(lambda stage: mebibytes(stage.sent_bytes))),
@@ -206,8 +198,8 @@ def _fullest(stage: StageFigures) -> int:
     return max(by_rank, key=lambda rank: (by_rank[rank].num_bytes, by_rank[rank].held))
 
 
-def _percent(part: Callable[[Breakdown], float], stage: StageFigures) -> str:
-    return f"{100 * stage.breakdown.share(part(stage.breakdown)):.0f}"
+def _percent(part: str, stage: StageFigures) -> str:
+    return f"{100 * stage.breakdown.share(stage.breakdown.parts[part]):.0f}"
 
 
 def _limited(value: str, limit: int | None, text: Callable[[int], str]) -> str:

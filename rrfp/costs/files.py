@@ -138,7 +138,6 @@ def _skippers(table: CostTable) -> dict[str, list[int]] | None:
 
 
 def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Skipped, ...]:
-    """What each microbatch skips, from the field."""
     if not isinstance(value, dict):
         raise ConfigError(f"skipped is {reprlib.repr(value)}, must be an object: NAME -> list of microbatches")
     skipped: list[set[int]] = [set() for _ in range(microbatches)]

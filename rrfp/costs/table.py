@@ -34,7 +34,6 @@ Bits: TypeAlias = npt.NDArray[np.bool_]
 
 
 def _length(value: object) -> int | None:
-    """The entries of a list, tuple or array; else None."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     return len(value) if is_list or is_array else None  # type: ignore[arg-type]
@@ -389,7 +388,6 @@ MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
 
 
 def message_times(costs: CostTable) -> MessageTimes:
-    """The seconds of every message of a step."""
     nodes = range(costs.num_virtual_stages)
     times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in SENT_TO}
     for kind, side in SENT_TO.items():

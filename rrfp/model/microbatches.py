@@ -99,8 +99,6 @@ def microbatches(
 
 
 def _groups(costs: Sequence[float], budget: float | None, count: int | None, padded: bool) -> list[list[int]]:
-    """The indices of each microbatch's samples."""
-
     def size(group: Sequence[int]) -> float:
         return _size([costs[index] for index in group], padded)
 
@@ -151,7 +149,6 @@ def _size(costs: Sequence[float], padded: bool) -> float:
 
 
 def _numbers(name: str, function: Callable[[T], float], samples: Sequence[T]) -> list[float]:
-    """What ``function`` says of each sample."""
     if not callable(function):
         raise ConfigError(f"{name} is {function!r}, must be a function of a sample")
     numbers = [function(sample) for sample in samples]

@@ -209,8 +209,6 @@ class Topology:
 
 
 class _Launch(NamedTuple):
-    """What a launcher says about the job."""
-
     run_id: str
     restart: int
     local_world_size: int

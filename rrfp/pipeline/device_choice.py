@@ -111,7 +111,6 @@ def choose_device(
 def check_on_device(
     modules: Mapping[int, nn.Module], losses: Mapping[int, Any], device: Device | None, text_of: TextOf = numbered
 ) -> None:
-    """Refuse modules, or losses, that cannot run on ``device``."""
     if device is not None and device.kind == "cuda":
         check_no_cuda_graphs(modules, losses.values(), text_of)
 

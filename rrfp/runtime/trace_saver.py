@@ -114,7 +114,6 @@ class TraceRequest:
         replicas: int,
         job: TracedJob | None = None,
     ) -> Self:
-        """The request of a caller, in a job of so many ``replicas``."""
         text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
         if type(text) is not str or not text:
             raise ConfigError(f"path is {path!r}, must be the name of a file")
@@ -134,7 +133,6 @@ class TraceOffer:
     first: int
     #: The newest one.
     last: int
-    #: Identifies its clock.
     clock: str
     host: str
     #: The largest message that it takes.

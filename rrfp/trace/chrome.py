@@ -158,8 +158,6 @@ def _thread(stage: int) -> int:
 
 
 class _Step:
-    """The events of one step."""
-
     def __init__(self, trace: StepTrace, until: float, origin: float, pid: int, graph: TaskGraph | None) -> None:
         self._trace = trace
         self._graph = graph
@@ -271,7 +269,6 @@ class _Step:
 
 
 def _by_name(skipped: Iterable[Skip], graph: TaskGraph) -> dict[str, list[int]]:
-    """The microbatches that skip each virtual stage."""
     plain: dict[str, list[int]] = {}
     for microbatch, v in skipped:
         plain.setdefault(graph.names[v], []).append(microbatch)

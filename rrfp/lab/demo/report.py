@@ -103,7 +103,6 @@ class Steps:
 
 
 def _largest(peaks: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """For each stage the largest of all steps."""
     return tuple(map(max, zip(*peaks, strict=True)))
 
 

@@ -118,7 +118,6 @@ def _is_within_a_process(spec: Any, text: str) -> bool:
 
 
 def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
-    """Refuse methods that the workers would refuse."""
     with Faults() as faults:
         with faults.kept():
             demo_transport(transport)

@@ -64,7 +64,6 @@ def batches(
     # >= 0; the same arguments give the same batches, and more steps the same first ones.
     seed: int = 0,
 ) -> Iterator[list[Microbatch]]:
-    """The batch of each step, a list by microbatch."""
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size, "sequence_length": sequence_length}
     for field, value in sizes.items():
         if value < 1:

@@ -137,7 +137,6 @@ def report(method: str, number: int, result: StepResult) -> None:
 
 
 def report_abort(error: BaseException | None, topology: Topology) -> None:
-    """Print why the pipelines ended, if ``error`` says that."""
     if isinstance(error, PipelineAborted):
         print_line({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
 

@@ -153,7 +153,6 @@ class RankLatencies:
         return cls(forward, backward)
 
     def slowest(self, costs: CostTable) -> CostTable:
-        """The table of the group as one rank, its slowest."""
         self.check_fits(costs)
         return replace(costs, latency_forward=self.forward.max(axis=2), latency_backward=self.backward.max(axis=2))
 
@@ -174,7 +173,6 @@ def rank_latencies(
     seed: int = 0,
     step: int = 0,
 ) -> RankLatencies:
-    """Draw the latencies of ``tp`` ranks for one step."""
     # A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
@@ -192,7 +190,6 @@ def rank_latencies(
 
 
 def _shuffled(latencies: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
-    """The latencies of each edge, in ``rank``'s random order."""
     random = generator(RandomStream.RANK, seed, rank, step)
     forward, backward = (random.permuted(rows, axis=1) for rows in latencies)
     return forward, backward

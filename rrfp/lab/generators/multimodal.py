@@ -131,7 +131,6 @@ def _equal_shares(stages: int) -> list[_Piece]:
 
 
 def _spread(stages: int) -> list[_Piece]:
-    """An Nth of each part on every stage."""
     return [_Piece(part, stage, seconds / stages) for part, seconds in PARTS.items() for stage in range(stages)]
 
 

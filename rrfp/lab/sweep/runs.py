@@ -90,7 +90,6 @@ class SweepRow:
 
     @classmethod
     def of(cls, experiment: Experiment, run: Simulation | TensorParallelSimulation) -> SweepRow:
-        """The row of a run that was made."""
         workload, method = experiment.workload, experiment.method
         groups = run if isinstance(run, TensorParallelSimulation) else None
         simulation = run if isinstance(run, Simulation) else run.simulation
@@ -183,7 +182,6 @@ def _source_of_sizes(experiment: Experiment) -> str | None:
 
 
 def text_of(value: object) -> str:
-    """A value of a column, as the file has it."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -247,7 +245,6 @@ def _worthwhile(experiments: Sequence[Experiment]) -> int:
 
 
 def _outcome(experiment: Experiment) -> SweepRow | str:
-    """The row, or why there is none."""
     # An experiment itself may not be picklable.
     try:
         return SweepRow.of(experiment, experiment.simulate())

@@ -54,7 +54,6 @@ Colour = tuple[float, float, float]
 
 
 def rgb(text: str) -> Colour:
-    """The colour that ``#rrggbb`` names."""
     return int(text[1:3], 16) / 255, int(text[3:5], 16) / 255, int(text[5:7], 16) / 255
 
 
@@ -128,7 +127,6 @@ def _method_look(name: str, place: int) -> Mapping[str, Any]:
 
 
 def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:
-    """The colour of a task: its kind's, paler for deeper chunks."""
     pale = _PALEST * chunk / max(1, chunks - 1)
     red, green, blue = (part + (1 - part) * pale for part in KIND_COLOURS[kind])
     return red, green, blue

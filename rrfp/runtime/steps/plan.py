@@ -190,7 +190,6 @@ class StepRequest:
 class StepPlan:
     """One step, ready to run."""
 
-    #: Its number, mode and M.
     step: StepId
     #: The caller's data, and the number of the training step; see `batch_of`.
     batch: Batch
@@ -198,7 +197,6 @@ class StepPlan:
     weights: tuple[float, ...] | None
     #: How large each microbatch is, for hints; None where the caller passes none.
     sizes: tuple[float, ...] | None
-    #: Which virtual stages each microbatch visits.
     visits: Visits
     reduction: Reduction
     #: The factor of a GradScaler, the same on all ranks; None without one.
@@ -245,7 +243,6 @@ class StepPlan:
 class StepPlanner:
     """Makes plans for the steps of one pipeline."""
 
-    #: How microbatches' losses combine.
     reduction: Reduction = "mean"
     #: N; ``kwargs`` may be given by stage.
     stages: int = 1
@@ -343,7 +340,6 @@ def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
-    """M, which all arguments must agree on."""
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
     for name, values in lists.items():
         if values is None:
