@@ -164,7 +164,8 @@ class Csv(Rows):
 
     def text(self, row: Metrics) -> str:
         """See `Rows`."""
-        return ",".join("" if value is None else str(value) for value in row.values())
+        values = map(row.get, self._file.head.split(","))  # of a step without a lost rank there are no stages
+        return ",".join("" if value is None else str(value) for value in values)
 
 
 class JsonLines(Rows):

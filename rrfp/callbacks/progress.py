@@ -118,7 +118,9 @@ class Progress(Callback):
         from rich.console import Group
         from rich.text import Text
 
-        parts = [] if self._last is None else [self._line(self._last), *_tables(self._last.stages, width)]
+        parts: list[Table] = []
+        if self._last is not None:
+            parts = [self._line(self._last), *(_tables(self._last.stages, width) if self._last.stages else ())]
         return Group(*parts, *([Text(self._note, style="yellow")] if self._note else []))
 
     def _line(self, event: StepEnded) -> Table:

@@ -175,6 +175,9 @@ class BlockingPipeline(_Face):
             if call.without is None:
                 raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
             return call.without(aborted)
+        except PipelineAborted as failed:
+            session.ranks.callbacks.call_failed(failed.origin)
+            raise
         finally:
             session.end()
 
