@@ -163,3 +163,9 @@ def test_it_follows_a_real_run() -> None:
 def test_impossible_steps_are_refused(steps: Any) -> None:
     with pytest.raises(ConfigError, match=r"steps is .*, must be a whole number >= 1, or None"):
         Progress(steps)
+
+
+def test_what_is_no_console_is_refused() -> None:
+    wrong: Any = "stderr"
+    with pytest.raises(ConfigError, match=r"console is of type str, must be a rich\.console\.Console, or None"):
+        Progress(console=wrong)
