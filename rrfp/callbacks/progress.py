@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rrfp.callbacks.base import Callback, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.core.usage import Peaks
+from rrfp.errors import ConfigError
 from rrfp.plain import or_none, whole
 from rrfp.tables import Column, fitted, mebibytes
 
@@ -45,12 +46,14 @@ class Progress(Callback):
         console: where to; the standard error stream by default.
 
     Raises:
-        ConfigError: for an impossible ``steps`` or ``tokens``.
+        ConfigError: for an impossible ``steps``, ``tokens`` or ``console``.
     """
 
     def __init__(self, steps: int | None = None, *, tokens: Tokens = None, console: Console | None = None) -> None:
         self._steps: int | None = or_none(whole, "steps", steps, 1)
         self._tokens = checked_tokens(tokens)
+        if console is not None and not hasattr(console, "is_terminal"):
+            raise ConfigError(f"console is of type {type(console).__name__}, must be a rich.console.Console, or None")
         self._console = console
         self._live: Live | None = None
         self._shown_at = 0.0
@@ -118,7 +121,9 @@ class Progress(Callback):
         from rich.console import Group
         from rich.text import Text
 
-        parts = [] if self._last is None else [self._line(self._last), *_tables(self._last.stages, width)]
+        parts: list[Table] = []
+        if self._last is not None:
+            parts = [self._line(self._last), *(_tables(self._last.stages, width) if self._last.stages else ())]
         return Group(*parts, *([Text(self._note, style="yellow")] if self._note else []))
 
     def _line(self, event: StepEnded) -> Table:

@@ -159,7 +159,7 @@ class CostTable:
         if self.graph is not None:
             self._check_graph(self.graph)
         elif self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of {', '.join(PLACEMENTS)}")
+            raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of: {', '.join(PLACEMENTS)}")
         elif self.skipped:
             raise ConfigError("skipped must be empty without graph: a chain has no way round a virtual stage")
         nodes = "stages x chunks" if self.graph is None else "one a virtual stage"
@@ -318,7 +318,7 @@ class CostTable:
         durations: dict[Any, Matrix] = {**self.durations}
         if kind not in durations:
             kinds = ", ".join(durations) + ("" if self.split else " (the costs are not split)")
-            raise ConfigError(f"kind is {str(kind)!r}, must be one of {kinds}")
+            raise ConfigError(f"kind is {str(kind)!r}, must be one of: {kinds}")
         return float(durations[kind][virtual_stage, microbatch])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:

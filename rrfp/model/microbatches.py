@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from rrfp.errors import ConfigError
+from rrfp.plain import flag
 
 T = TypeVar("T")
 
@@ -74,9 +75,12 @@ def microbatches(
         The microbatches, with their sizes and weights.
 
     Raises:
-        ConfigError: if there are no samples or fewer than ``count``, a cost or weight is impossible, a sample is above
-            the budget, or ``count`` microbatches do not fit it.
+        ConfigError: if ``samples`` is no sequence, or has none or fewer than ``count``, a cost or weight is impossible,
+            a sample is above the budget, or ``count`` microbatches do not fit it.
     """
+    if isinstance(samples, Mapping) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        raise ConfigError(f"samples is {samples!r:.100}, must be a list, or another sequence")
+    flag("padded", padded)
     costs = _numbers("cost", cost, samples)
     weights = _numbers("weight", weight, samples)
     _check(costs, budget, count)

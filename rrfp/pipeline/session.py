@@ -10,11 +10,11 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 from weakref import WeakSet
 
 from torch.amp import GradScaler
@@ -150,8 +150,7 @@ class Session:
             self.check_outside()
         self._check_loop()
         with self._lock:
-            if self.state == "new":
-                raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
+            self._check_entered()
             if self.state != "open":
                 then = "" if self.state == "closed" else "; await that first: it takes one call at a time"
                 raise RrfpError(f"this pipeline is {self.state}{then}")
@@ -189,6 +188,10 @@ class Session:
                 f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
                 "pipeline in the process that uses it"
             )
+
+    def _check_entered(self) -> None:
+        if self.state == "new":
+            raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
 
     def _check_loop(self) -> None:
         """Raise an RrfpError on another loop than the caller's own, if the pipeline runs there."""
@@ -255,14 +258,18 @@ class Session:
         with self._beginning("leaving", counts=False):
             return Call("leaving", self._settle(), lambda _: None)
 
-    def check_leaving(self) -> None:
-        """Raise an RrfpError on another loop, or inside a task, that says where to leave."""
+    def has_to_leave(self) -> bool:
+        """Whether it was not left before; an RrfpError on another loop, or inside a task, that says where to leave."""
+        if self.is_foreign or self.state == "closed":
+            return False
+        self._check_entered()
         self._check_loop()
         if self._computes_here():
             raise RrfpError(
                 "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
                 "where step() was called"
             )
+        return True
 
     def leave(self) -> None:
         """Stop the loop's thread and wait for the callbacks; on the caller's loop `delivered` awaits them."""
@@ -398,7 +405,8 @@ class Session:
                 raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
             if None in self.newest_traces():
                 raise ConfigError("no training step is recorded: save_trace goes after a step")
-        return Call("saving a trace", self._save_trace(request), _written)
+        without = None if (finishing := self.ranks.finishing) is None else partial(self._refuse_trace, finishing)
+        return Call("saving a trace", self._save_trace(request), _written, without)
 
     def newest_traces(self) -> list[StepTrace | None]:
         """Of each rank here, the newest trace that it keeps."""
@@ -466,12 +474,21 @@ class Session:
 
         def run_again(decision: Decision, plan: StepPlan) -> StepResult:
             whole = Session(make(decision, plan.batch.training_step), f"{self.thread_name}-finish")
-            return whole.run_alone(plan)
+            # Torch waits minutes for a rank that dies while it makes the smaller groups.
+            losing = self.submit(finishing.loss())
+            losing.add_done_callback(whole.end_by)
+            try:
+                return whole.run_alone(plan)
+            finally:
+                losing.cancel()
 
         result = finishing.finish(error, self.ranks.holder.modules, self._wait, self._retire, run_again)
         self._completed = self._training_step
         self.ranks.callbacks.step_ended(result)
         return result
+
+    def _refuse_trace(self, finishing: Finishing, error: PipelineAborted) -> NoReturn:
+        finishing.refuse(error, self._wait, self._completed, "A trace is of all ranks")
 
     def run_alone(self, plan: StepPlan) -> StepResult:
         """Enter, run one step, and leave."""
@@ -537,6 +554,11 @@ class Session:
             self._fail(error)
         else:
             self.thread.loop.call_soon_threadsafe(self._fail, error)
+
+    def end_by(self, losing: Future[PipelineAborted]) -> None:
+        """End by the error that ``losing`` has, once it is done."""
+        with suppress(RrfpError, CancelledError):  # nobody looks for it any more
+            self._give_up(losing.result())
 
     def _give_up(self, error: PipelineAborted) -> None:
         """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""

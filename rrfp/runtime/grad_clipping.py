@@ -65,7 +65,7 @@ class Clipping:
         self._terms = (float(max_norm), float(norm_type), error_if_nonfinite)
         self._own = local_norm(
             holder.modules,
-            norm_type,
+            float(norm_type),
             topology=holder.topology,
             ranks=holder.ranks,
             skip=holder.skip,

@@ -119,7 +119,7 @@ class TraceRequest:
             raise ConfigError(f"path is {path!r}, must be the name of a file")
         steps = or_none(whole, "steps", steps, 1)
         if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
-            raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
+            raise ConfigError(f"replica is {replica!r}, must be 0..{replicas - 1}, or 'all'")
         return cls(text, steps, None if replica == "all" else replica, job)
 
 

@@ -81,7 +81,7 @@ def parse_latency(model: str) -> tuple[str, float]:
     if not colon and name in LATENCY_MODELS:
         return name, CONSTANT_DEFAULT if name == "constant" else 0.0
     if name != "constant":
-        raise ConfigError(f"latency is {model!r}, must be one of {', '.join(LATENCY_MODELS)}")
+        raise ConfigError(f"latency is {model!r}, must be one of: {', '.join(LATENCY_MODELS)}")
     try:
         seconds = float(argument)
     except ValueError:
@@ -176,7 +176,7 @@ def rank_latencies(
     # A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
-        raise ConfigError(f"latency is {model!r}, must be one of {', '.join(RANK_LATENCY_MODELS)}")
+        raise ConfigError(f"latency is {model!r}, must be one of: {', '.join(RANK_LATENCY_MODELS)}")
     of_table = costs.acting_latencies()
     drawn = [of_table]
     for rank in range(1, count):

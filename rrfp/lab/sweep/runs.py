@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from rrfp.core.usage import WaitCause
@@ -155,12 +156,15 @@ class SweepFile:
             self.rows += 1
 
     def _write(self, values: Sequence[str]) -> None:
+        whole = os.fstat(self._file.fileno()).st_size
         try:
             self._writer.writerow(values)
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # what is left to write
                 self._file.close()
+            if (path := Path(self._file.name)).is_file():  # whole rows stay
+                os.truncate(path, whole) if whole else path.unlink()
             raise ConfigError(f"{self._file.name}: cannot be written ({error.strerror or error})") from None
 
     def __enter__(self) -> Self:

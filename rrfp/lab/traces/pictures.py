@@ -7,6 +7,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rrfp.atomic_files import write_atomically
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import KINDS, Kind
@@ -41,13 +43,11 @@ def picture_format(path: str | os.PathLike[str]) -> str:
 
 
 def save_picture(path: str | os.PathLike[str], draw: Callable[[], Figure]) -> None:
-    """Draw a picture, once its format is allowed, and write it over an old file."""
+    """Draw a picture, once its format is allowed, and replace an old file by it."""
     name = picture_format(path)
-    figure = draw()
-    try:
-        figure.savefig(path, format=name, dpi=figure.dpi)
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+    figure, picture = draw(), io.BytesIO()
+    figure.savefig(picture, format=name, dpi=figure.dpi)
+    write_atomically(path, picture.getvalue())
 
 
 Colour = tuple[float, float, float]

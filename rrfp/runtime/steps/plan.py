@@ -90,6 +90,9 @@ Inputs = Sequence[Any] | Tensor | Mapping[str, Any]
 #: Targets by microbatch, or a whole batch to be cut; by part where several parts have losses.
 Targets = Sequence[Any] | Tensor | Mapping[str, Any]
 
+#: A rank without data would run out of memory before another one sees that its batch has fewer rows.
+MOST = 1_000_000
+
 #: The arguments that may be whole batches, and the line that says how.
 _CAN_BE_CUT = ("inputs", "targets", "kwargs")
 _CUT = "pass microbatches=8 too, for 8, to cut a whole batch along dimension 0"
@@ -162,7 +165,7 @@ class StepRequest:
     return_outputs: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "microbatches", or_none(whole, "microbatches", self.microbatches, 1))
+        object.__setattr__(self, "microbatches", or_none(whole, "microbatches", self.microbatches, 1, MOST))
         flag("reduce_gradients", self.reduce_gradients)
         or_none(flag, "return_outputs", self.return_outputs)
 
