@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -135,8 +135,15 @@ class LaneExecutor:
 
         ``received`` are the tensors of other ranks that the call uses.
         """
+        return await self.start_extra(name, call, received)
+
+    def start_extra(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> Coroutine[Any, Any, T]:
+        """As `run_extra`: what is enqueued from here on runs behind it, before it is awaited."""
+        return self._end_extra(name, self._lane.enqueue(partial(self._run_extra, call, received)))
+
+    async def _end_extra(self, name: str, done: Awaitable[Execution[T]]) -> T:
         with self.extra_call(name):
-            return (await self._lane.enqueue(partial(self._run_extra, call, received))).result
+            return (await done).result
 
     @contextmanager
     def extra_call(self, name: str) -> Iterator[None]:

@@ -160,7 +160,14 @@ class ForwardSharer(ReplicaExchange):
             every = [share.weights or (1.0,) * share.microbatches for share in shares]
             weights = tuple(every[home.replica][home.microbatch] for home in homes)
         scales = [shares[home.replica].grad_scale for home in homes]
-        return await self._on_lane("making room for microbatches", lambda: self._reopened(plan, weights, sizes, scales))
+        shared = self._pooled(plan, weights, sizes, scales)
+        reopen = partial(self._program.reopen, shared.step, shared.batch)
+        reopening = self._executor.start_extra("making room for microbatches", reopen)
+        if self._core.limit.bytes is None:
+            self._supervisor.spawn(reopening)  # the first task runs behind it
+        else:
+            await reopening  # the program is asked at once how large forwards are
+        return shared
 
     def _tell_share(self, step: StepId, own: GivenShare) -> None:
         """Tell this stage's ranks in the other replicas what this one's caller has."""
@@ -187,14 +194,14 @@ class ForwardSharer(ReplicaExchange):
         error.is_of_callers = True
         raise error
 
-    def _reopened(
+    def _pooled(
         self,
         plan: StepPlan,
         weights: tuple[float, ...] | None,
         sizes: tuple[float, ...] | None,
         grad_scales: Sequence[float],
     ) -> StepPlan:
-        """The plan of all microbatches, with which the program begins the step anew."""
+        """The plan of all microbatches."""
         own, count = self._topology.replica, len(self._homes)
         batch = plan.batch_of(self._topology.stage)
         for name, is_used in self._passed.used.items():
@@ -214,8 +221,6 @@ class ForwardSharer(ReplicaExchange):
             batch.training_step,
             {m: (self._seeds[home.replica], home.microbatch) for m, home in enumerate(self._homes)},
         )
-        step = plan.step._replace(microbatches=count)
-        self._program.reopen(step, new)
         paces = self._paces.of(self._counterparts)
         depth = DEPTH if self._limits is None else self._limits.claimed_ahead
         copies = len(self._counterparts)
@@ -224,7 +229,7 @@ class ForwardSharer(ReplicaExchange):
         pool = ev.Pool(own, copies, tuple(home.replica for home in self._homes), depth, paces, is_even)
         return replace(
             plan,
-            step=step,
+            step=plan.step._replace(microbatches=count),
             batch=new,
             weights=weights,
             sizes=sizes,
