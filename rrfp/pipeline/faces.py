@@ -136,9 +136,9 @@ class BlockingPipeline(_Face):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         session = self._session
-        if session.is_foreign:
+        if session.turns.is_foreign:
             return
-        session.check_leaving()
+        session.turns.check_leaving()
         try:
             if error is None and session.is_open:
                 self._run(session.settle())
@@ -168,7 +168,7 @@ class BlockingPipeline(_Face):
             raise
         finally:
             if aborted is None:
-                session.end()
+                session.turns.end()
         if aborted is None:
             return call.finish(outcome)
         try:
@@ -176,7 +176,7 @@ class BlockingPipeline(_Face):
                 raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
             return call.without(aborted)
         finally:
-            session.end()
+            session.turns.end()
 
     def step(
         self,
@@ -270,7 +270,7 @@ def _awaited(
             asyncio.get_running_loop()
         except RuntimeError:
             if not self._is_async:
-                self._session.check_outside()  # inside a task neither way is right
+                self._session.turns.check_outside()  # inside a task neither way is right
                 call = method.__name__
                 raise RrfpError(
                     f"{call}() of the async pipeline was called where no event loop runs. Write 'with pipeline as "
@@ -331,9 +331,9 @@ class PipelineHandle(_Face):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         session = self._session
-        if session.is_foreign:
+        if session.turns.is_foreign:
             return
-        session.check_leaving()
+        session.turns.check_leaving()
         try:
             if error is None and session.is_open:
                 await self._run(session.settle())
@@ -374,7 +374,7 @@ class PipelineHandle(_Face):
             self._session.fail_soon(RrfpError(f"{call.name} was cancelled by its caller"))
             raise
         finally:
-            self._session.end()
+            self._session.turns.end()
         if aborted is not None:
             raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
         return call.finish(outcome)
