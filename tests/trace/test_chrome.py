@@ -196,7 +196,7 @@ def test_a_chunk_task_is_held_from_its_forward_to_its_last_task() -> None:
 
 
 def test_each_chunk_counts_and_other_stages_do_not() -> None:
-    tasks = [(0, Task(Kind.F, 0, 0), 0.0), (0, Task(Kind.F, 0, 2), 2.0), (0, Task(Kind.B, 0, 2), 4.0)]
+    tasks = [(0, Task(Kind.F, 0, 0), 0.0), (0, Task(Kind.F, 0, 2), 2.0), (0, Task(Kind.B, 0, 0), 4.0)]
     tasks.append((1, Task(Kind.F, 0, 1), 0.0))
     spans = tuple(TaskSpan(stage, task, start, start + 1.0) for stage, task, start in tasks)
     assert counted(StepTrace(0, 0.0, 9.0, spans), 0) == [(0.0, 1), (2.0, 2), (3.0, 1), (5.0, 0)]
