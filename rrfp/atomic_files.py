@@ -10,24 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from rrfp.errors import ConfigError
+from rrfp.plain import path_of
 
 
-def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) -> None:
-    """Replace the file at ``path`` by one with ``text`` in UTF-8; if that fails, the old file stays.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes | Iterable[str]) -> None:
+    """Replace the file at ``path`` by one with ``content``, text in UTF-8; if that fails, the old file stays.
 
     A path that is no ordinary file, such as a pipe, is written to directly; the pieces of a long text are written as
     they come. A ConfigError names the file that cannot be written and the reason.
     """
-    if "\0" in os.fspath(path):
-        raise ConfigError(f"{os.fspath(path)!r}: cannot be written (embedded null character)")
-    target = Path(path).resolve()  # a link stays; the file that it points to is replaced
+    target = path_of("path", path).resolve()  # a link stays; the file that it points to is replaced
     beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
     try:
         if target.exists() and not target.is_file():
-            _write(target, text)
+            _write(target, content)
             return
         try:
-            _write(beside, text)
+            _write(beside, content)
             if target.exists():
                 shutil.copymode(target, beside)
             os.replace(beside, target)
@@ -38,6 +37,7 @@ def write_atomically(path: str | os.PathLike[str], text: str | Iterable[str]) ->
         raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
 
 
-def _write(path: Path, text: str | Iterable[str]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines((text,) if isinstance(text, str) else text)
+def _write(path: Path, content: str | bytes | Iterable[str]) -> None:
+    pieces = (content,) if isinstance(content, str | bytes) else content
+    with path.open("wb") as file:
+        file.writelines(piece if isinstance(piece, bytes) else piece.encode() for piece in pieces)

@@ -138,7 +138,6 @@ class ProcessWatch:
         self._timers: list[asyncio.TimerHandle] = []
 
     def start(self, peers: Iterable[int], processes: Mapping[int, ProcessIdentity], own: ProcessIdentity) -> None:
-        """Watch those of ``peers`` that can be watched."""
         loop = asyncio.get_running_loop()
         for peer in peers:
             try:

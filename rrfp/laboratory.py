@@ -77,6 +77,5 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
 
 
 def load(target: str) -> Any:
-    """What ``module:attribute`` names."""
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)

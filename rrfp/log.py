@@ -46,7 +46,6 @@ class RateLimitedLog:
         self._next_s = -math.inf
 
     def add(self, sentence: str) -> None:
-        """Something was refused; the sentence says it."""
         self.count += 1
         if (now_s := self._clock()) < self._next_s:
             self._unlogged += 1

@@ -95,21 +95,23 @@ def one_of(names: Sequence[str], field: str, value: object, *, error: MakeError 
 
 
 def blob(field: str, value: object, length: int, *, error: MakeError = config_error) -> bytes:
-    """So many bytes."""
     if type(value) is not bytes or len(value) != length:
         raise error(field, f"is {shown(value)}, must be {length} bytes")
     return value
 
 
 def path_of(field: str, value: object, *, error: MakeError = config_error) -> Path:
-    """The name of a file or folder."""
-    try:
-        name = os.fsdecode(value)  # type: ignore[arg-type]
-    except TypeError:
-        name = "\0"
-    if "\0" in name:
+    if not is_path(value):
         raise error(field, f"is {shown(value)}, must be a path")
-    return Path(name)
+    return Path(os.fsdecode(value))  # type: ignore[arg-type]
+
+
+def is_path(value: object) -> bool:
+    """Whether the system can have a file of this name."""
+    try:
+        return b"\0" not in os.fsencode(value)  # type: ignore[arg-type]
+    except (TypeError, UnicodeEncodeError):
+        return False
 
 
 def or_none(reader: Reader, field: str, value: object, *span: object, error: MakeError = config_error) -> Any:

@@ -7,7 +7,7 @@ and an editable install would keep the modules of the day it was made.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +74,24 @@ def where_defined(cls: type) -> str:
     """The name of a class, with its module's file if any."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return cls.__name__ if file is None else f"{cls.__name__} ({file})"
+
+
+def called(what: str, factory: Callable[..., T], *arguments: object) -> T:
+    """What the caller's ``factory`` returns; a ConfigError where it does not take these arguments."""
+    try:
+        return factory(*arguments)
+    except TypeError as error:
+        taken = ", ".join(type(each).__name__ for each in arguments)
+        raise ConfigError(f"{what} must be a factory that is called with ({taken}): {error}") from error
+
+
+def made(kind: type[T], what: str, factory: Callable[..., object], *arguments: object) -> T:
+    """The same, of a certain ``kind``."""
+    product = called(what, factory, *arguments)
+    if not isinstance(product, kind):
+        found = where_defined(type(product))
+        raise ConfigError(f"{what} made an object of type {found}, must make an rrfp {kind.__name__}")
+    return product
 
 
 def name_of(plugged_in: object) -> str:

@@ -39,7 +39,6 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Characters of the widest line."""
         return max(len(line) for text in (self.head, *self.cells) for line in text.split("\n"))
 
     def stacked(self) -> Column:

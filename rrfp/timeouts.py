@@ -110,6 +110,9 @@ DEVICE_VERDICT_S = 1.0
 #: After a loss with ``on_lost_rank="finish"``: a rank whose loop does not answer within this time is lost too.
 ROLL_CALL_S = 5.0
 
+#: How often a rank that is left then says that it is there.
+SIGN_S = 1.0
+
 #: The ranks that are left then wait for each other so long: in a save, for the slowest one's writing.
 SURVIVORS_S = 600.0
 
@@ -170,7 +173,8 @@ def _check_order() -> None:
         (("DEVICE_VERDICT_S", DEVICE_VERDICT_S), ("ABORTED_S", ABORTED_S)),
         (("TRIAL_S", TRIAL_S), ("CONNECT_S", CONNECT_S)),
         (("LOOK_S", LOOK_S), ("VERDICT_GRACE_S", VERDICT_GRACE_S)),
-        (("ABORTED_S", ABORTED_S), ("ROLL_CALL_S", ROLL_CALL_S)),
+        (("ABORTED_S", ABORTED_S), ("ROLL_CALL_S", ROLL_CALL_S), ("SURVIVORS_S", SURVIVORS_S)),
+        (("3 * SIGN_S", 3 * SIGN_S), ("ROLL_CALL_S", ROLL_CALL_S)),
         (("GLANCE_S", GLANCE_S), ("LOOK_S", LOOK_S), ("NOTIFY_S", NOTIFY_S), ("ABORTED_S", ABORTED_S)),
         (("LAST_MESSAGES_S", LAST_MESSAGES_S), ("FAREWELL_TIMEOUT_S", FAREWELL_TIMEOUT_S)),
         (("ABORT_GRACE_S", ABORT_GRACE_S), ("ABORTED_S", ABORTED_S), ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S)),

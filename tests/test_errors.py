@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from installed import ROOT
 
 from rrfp.errors import ConfigError, Faults, misspelt
 from rrfp.runtime.abort import describe
@@ -50,3 +53,8 @@ def test_any_other_error_passes_at_once() -> None:
 def test_a_misspelt_name_is_answered_with_the_one_that_is_meant(name: str, meant: str | None) -> None:
     wanted = repr(name) if meant is None else f"{name!r} (did you mean {meant!r}?)"
     assert misspelt(name, ["inproc", "shm", "zmq"]) == wanted
+
+
+def test_every_error_lists_choices_behind_a_colon() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "rrfp").rglob("*.py")}
+    assert [path for path, text in texts.items() if re.search(r"must be (?:\w+ )?one of [{\[]", text)] == []

@@ -162,7 +162,7 @@ def _of_files() -> Iterator[str]:
     for unknown in ({"other": 1}, {"other": 1, "virtual_stages": []}):  # of a chain and of a graph
         with pytest.raises(ConfigError) as caught:
             from_json(json.dumps(unknown))
-        known = re.search(r"field 'other' is unknown, must be one of ([^;\n]*)", str(caught.value))
+        known = re.search(r"field 'other' is unknown, must be one of: ([^;\n]*)", str(caught.value))
         assert known is not None
         yield from (f"cost file {field}" for field in known[1].split(", "))
     for document in _traces():

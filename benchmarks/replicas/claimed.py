@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.replicas.settings import Layout
 from rrfp.core import events as ev
-from rrfp.core.claims import lead_of
+from rrfp.core.claims import are_even
 from rrfp.core.stage_core import StageCore
 from rrfp.hints.registry import create_hint
 from rrfp.lab.cluster.checker import RankChecker
@@ -64,7 +64,7 @@ class PooledStep(TimedCluster[Node]):
                 tuple(homes),
                 depths[rank.stage],
                 tuple(paces[rank.stage]) if paces else (),
-                lead_of(paces, replicas, sizes),
+                sizes is None and are_even(paces),
             )
             for rank in (node.rank for node in self.nodes)
         ]
@@ -77,9 +77,8 @@ class PooledStep(TimedCluster[Node]):
 
     def run(self) -> float:
         """How long it takes."""
-        for node in self.nodes:
-            self.open_step(node)
-        self._decide(range(len(self.nodes)))
+        for node in self.nodes:  # which has heard from its counterparts what their callers have
+            self.queue.put(self._latency(node.rank.stage, node.rank.stage), node.rank, self._open, None)
         while (touched := self.queue.instant()) is not None:
             self._decide(sorted({*touched}))
         unfinished = [node.rank.name for node in self.nodes if not node.num_finished]
@@ -108,6 +107,9 @@ class PooledStep(TimedCluster[Node]):
 
     def allow_step(self, nodes: Sequence[Node]) -> None:
         """There is one."""
+
+    def _open(self, rank: int, _: None) -> None:
+        self.open_step(self.nodes[rank])
 
     def _arrive(self, rank: int, packet: Envelope) -> None:
         self.deliver(packet)

@@ -13,13 +13,15 @@ times are over that of equal replicas that run their own. Inputs of a microbatch
 ``4x2-2-v`` as PP 4 x DP 2 with two chunks a stage, which take half as long each: without ``share_replicas``, with
 ``"dealt"`` and with ``True`` ("claimed"), in turns by step; tasks sleep. Medians; "simulated" is the step of the engine
 or, claimed, of the cores of all ranks. Where a rank has become slower five steps are not measured. No gradients are
-summed. With --slow-links every message takes a millisecond (times the pace), one of a claim too; without dealing.
+summed. All ranks begin a step at one instant. With --slow-links every message takes a millisecond (times the pace), one
+of a claim too; without dealing.
 
 **--simulate**: all these and PP 8 x DP 8: microbatches of one size, without jitter, with messages of 1 ms (each of a
-claim too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma 0.5), which hints, dealing and
-claims know; and "late": the rank becomes slow in mid-step, which no step before has shown. "dropped": the replica with
-the slow rank is left out, and the others run its microbatches. "bound": no way to share microbatches among replicas,
-stage by stage included, takes less. "moved": microbatches that change replicas in a step that is dealt.
+claim, and that before a claimed step, too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma
+0.5), which hints, dealing and claims know; and "late": the rank becomes slow in mid-step, which no step before has
+shown. "dropped": the replica with the slow rank is left out, and the others run its microbatches. "bound": no way to
+share microbatches among replicas, stage by stage included, takes less. "moved": microbatches that change replicas in a
+step that is dealt.
 
 **--gains**: no rank is slow, PP 4, 16 microbatches a replica that differ as a profile says, limits n and 2n: how much
 claims gain since the step need not end with the replica that has most to do.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.links.delays import Delays, delaying
 from benchmarks.replicas.settings import BACKWARD_S, FORWARD_S, LIMIT, METHODS, TENSOR_BYTES, Layout, Settings
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
-from rrfp.lab.emulated import EmulatedStage
+from rrfp.lab.emulated import EmulatedStage, sleep_until
 from rrfp.model.tasks import Kind, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.pipeline.api import Pipeline
@@ -28,6 +29,9 @@ SHARED: dict[str, Sharing] = dict(zip(METHODS, (False, "dealt", True), strict=Tr
 
 #: Steps after a rank has become slower that are not measured: by then the median of its durations is the new one.
 ADAPTS = 5
+
+#: Seconds in which all ranks hear when a step begins.
+_AHEAD_S = 0.02
 
 
 class Noted(EmulatedStage):
@@ -42,6 +46,14 @@ class Noted(EmulatedStage):
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
         self.ran = [*self.ran, (task.virtual_stage, task.microbatch)]
         return super().forward(task, inputs)
+
+
+def begin_together() -> None:
+    """Return on all ranks at one instant: they are of one host, so their clocks are one."""
+    dist.barrier()
+    at = torch.tensor(time.monotonic() + _AHEAD_S, dtype=torch.float64)
+    dist.broadcast(at, 0)
+    sleep_until(float(at))
 
 
 def crossed_bytes(layout: Layout, ran: Sequence[Sequence[tuple[int, int]]]) -> int:
@@ -87,7 +99,7 @@ def run(settings: Settings, stack: ExitStack) -> None:
             for name in settings.methods if number % 2 else reversed(settings.methods):
                 if number < 0 and name == "plain":
                     continue  # it adapts to nothing
-                dist.barrier()
+                begin_together()
                 batch = inputs if place.stage == 0 else None
                 result = pipes[name].step(batch, microbatches=layout.microbatches)
                 if number < 0:

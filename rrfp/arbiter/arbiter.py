@@ -129,7 +129,6 @@ class PauseTimer:
         return True
 
     def is_on(self, number: int) -> bool:
-        """Whether pause ``number`` has not ended."""
         return number == self._num_begun and self._core.is_pausing
 
     def end(self) -> None:

@@ -46,7 +46,6 @@ class GroupMessage:
     """One message inside a group."""
 
     kind: GroupMessageKind
-    #: The sender's step.
     step: StepId
     task: Task | None = None
     #: See `GroupMessageKind`.
@@ -58,10 +57,7 @@ SendToMember = Callable[[int, GroupMessage], None]
 
 
 class LeaderProtocol:
-    """One rank's part in its group, leader or follower.
-
-    Where a limit counts bytes, ``reports_bytes`` makes followers report the bytes that their tasks hold.
-    """
+    """One rank's part in its group, leader or follower."""
 
     def __init__(
         self,

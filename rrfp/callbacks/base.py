@@ -83,7 +83,7 @@ class StepEnded:
         replicas: copies of the pipeline, each with microbatches of its own; those of a dim in ``reduce`` count too.
         loss: over all replicas; None where no loss was computed.
         seconds: the longest time that any rank took, from its own call on.
-        stages: one entry for each stage, in order.
+        stages: one entry for each stage, in order; none of a step that was finished without a lost rank.
     """
 
     time: float
@@ -120,6 +120,8 @@ class Stall:
 @dataclass(frozen=True, slots=True)
 class RunAborted:
     """The pipeline is aborted on all ranks. Only `RunEnded` follows.
+
+    With ``on_lost_rank="finish"`` the step in which a rank was lost ends before, if the others finish it.
 
     Attributes:
         time: when this rank noticed it, in seconds since 1970.
@@ -160,7 +162,8 @@ class Callback:
 
     - **Order**: `run_begun` first; then for each step `step_begun` and `step_ended`, for each evaluation
       `evaluation_ended`; `aborted` at most once, and nothing but `run_ended` after it. A `stall` comes at once,
-      anywhere between the first and the last. A step whose reports had not come when the run was aborted does not end.
+      anywhere between the first and the last. A step whose reports had not come when the run was aborted does not end,
+      unless the others have finished it without a lost rank: then its `step_ended` comes before `aborted`.
     - **An error** is logged with the names of callback and method, and the callback is called again for the next event;
       the number of further errors is logged at the end of the run. Training goes on with the same bits. To end it,
       raise in the training loop.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rrfp.callbacks.base import Callback, RunAborted, RunBegun, RunEnded, StepEnded
@@ -13,6 +12,7 @@ from rrfp.callbacks.step_metrics import STEP_NAMES, Metrics, Tokens, checked_tok
 from rrfp.errors import ConfigError, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.topology import Topology
+from rrfp.plain import path_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +31,7 @@ class RowFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], start: str = "", head: str = "") -> None:
-        self.path = Path(path)
+        self.path = path_of("path", path)
         self.head = head
         self._start = start.encode()
         self._descriptor: int | None = None
@@ -150,8 +150,8 @@ class Csv(Rows):
         tokens: as in `JsonLines`.
 
     Raises:
-        ConfigError: for an impossible ``tokens``; by the pipeline on rank 0, where the file cannot be written or has
-            other columns.
+        ConfigError: for an impossible ``path`` or ``tokens``; by the pipeline on rank 0, where the file cannot be
+            written or has other columns.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, tokens: Tokens = None) -> None:
@@ -164,7 +164,8 @@ class Csv(Rows):
 
     def text(self, row: Metrics) -> str:
         """See `Rows`."""
-        return ",".join("" if value is None else str(value) for value in row.values())
+        values = map(row.get, self._file.head.split(","))  # of a step without a lost rank there are no stages
+        return ",".join("" if value is None else str(value) for value in values)
 
 
 class JsonLines(Rows):
@@ -179,8 +180,8 @@ class JsonLines(Rows):
             over all replicas, such as ``lambda step: sum(step.sizes)``; None: not known.
 
     Raises:
-        ConfigError: for an impossible ``tokens``; by the pipeline on rank 0, where the file cannot be written or ends
-            with something else.
+        ConfigError: for an impossible ``path`` or ``tokens``; by the pipeline on rank 0, where the file cannot be
+            written or ends with something else.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, tokens: Tokens = None) -> None:
@@ -211,7 +212,7 @@ class TensorBoard(Callback):
         tokens: as in `JsonLines`.
 
     Raises:
-        ConfigError: if the package ``tensorboard`` is not installed, or ``tokens`` is impossible.
+        ConfigError: if the package ``tensorboard`` is not installed, or ``folder`` or ``tokens`` is impossible.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, tokens: Tokens = None) -> None:
@@ -221,7 +222,7 @@ class TensorBoard(Callback):
             raise ConfigError(
                 "rrfp.callbacks.TensorBoard needs the package tensorboard: pip install 'rrfp[tensorboard]'"
             ) from None
-        self._folder = os.fspath(folder)
+        self._folder = str(path_of("folder", folder))
         self._tokens = checked_tokens(tokens)
         self._writer: SummaryWriter | None = None
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from rrfp.callbacks.base import Callback, RunAborted, RunBegun, RunEnded, StageFigures, Stall, StepEnded
 from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.core.usage import Peaks
+from rrfp.errors import ConfigError
 from rrfp.plain import or_none, whole
 from rrfp.tables import Column, fitted, mebibytes
-from rrfp.trace.breakdown import Breakdown
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -29,16 +29,8 @@ _MOST_ROWS = 16
 #: Steps over which the time that is left is estimated.
 _REMEMBERED = 50
 
-#: Heading and value of the table's parts of the step's time; the optional ones are left out where they are 0.
-_PARTS: tuple[tuple[str, Callable[[Breakdown], float], bool], ...] = (
-    ("compute", lambda parts: parts.compute, False),
-    ("input", lambda parts: parts.input, False),
-    ("memory", lambda parts: parts.memory, False),
-    ("TP order", lambda parts: parts.order, True),
-    ("choice", lambda parts: parts.choice, True),
-    ("nothing left", lambda parts: parts.drained, False),
-    ("other", lambda parts: parts.other, True),
-)
+#: Parts of the step's time that are left out where they are 0.
+_OPTIONAL = ("TP order", "choice", "other")
 
 
 class Progress(Callback):
@@ -54,12 +46,14 @@ class Progress(Callback):
         console: where to; the standard error stream by default.
 
     Raises:
-        ConfigError: for an impossible ``steps`` or ``tokens``.
+        ConfigError: for an impossible ``steps``, ``tokens`` or ``console``.
     """
 
     def __init__(self, steps: int | None = None, *, tokens: Tokens = None, console: Console | None = None) -> None:
         self._steps: int | None = or_none(whole, "steps", steps, 1)
         self._tokens = checked_tokens(tokens)
+        if console is not None and not hasattr(console, "is_terminal"):
+            raise ConfigError(f"console is of type {type(console).__name__}, must be a rich.console.Console, or None")
         self._console = console
         self._live: Live | None = None
         self._shown_at = 0.0
@@ -127,11 +121,12 @@ class Progress(Callback):
         from rich.console import Group
         from rich.text import Text
 
-        parts = [] if self._last is None else [self._line(self._last), *_tables(self._last.stages, width)]
+        parts: list[Table] = []
+        if self._last is not None:
+            parts = [self._line(self._last), *(_tables(self._last.stages, width) if self._last.stages else ())]
         return Group(*parts, *([Text(self._note, style="yellow")] if self._note else []))
 
     def _line(self, event: StepEnded) -> Table:
-        """The whole step, in one line."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -185,9 +180,9 @@ def _tables(stages: tuple[StageFigures, ...], width: int) -> list[Table]:
         names[-1] += f" of {len(stages)}"
     keys = [Column("stage", names, justify="left"), Column("rank", [str(rank) for _, rank in rows])]
     columns = [
-        Column(f"{head} %", of_stages(partial(_percent, value)))
-        for head, value, is_optional in _PARTS
-        if not is_optional or any(value(stage.breakdown) > 0.005 * stage.breakdown.step for stage, _ in rows)
+        Column(f"{name} %", of_stages(partial(_percent, name)))
+        for name in stages[0].breakdown.parts
+        if name not in _OPTIONAL or any(each.breakdown.parts[name] > 0.005 * each.breakdown.step for each, _ in rows)
     ]
     columns += [
         Column("sent MiB", of_stages(lambda stage: mebibytes(stage.sent_bytes))),
@@ -203,8 +198,8 @@ def _fullest(stage: StageFigures) -> int:
     return max(by_rank, key=lambda rank: (by_rank[rank].num_bytes, by_rank[rank].held))
 
 
-def _percent(part: Callable[[Breakdown], float], stage: StageFigures) -> str:
-    return f"{100 * stage.breakdown.share(part(stage.breakdown)):.0f}"
+def _percent(part: str, stage: StageFigures) -> str:
+    return f"{100 * stage.breakdown.share(stage.breakdown.parts[part]):.0f}"
 
 
 def _limited(value: str, limit: int | None, text: Callable[[int], str]) -> str:

@@ -13,7 +13,7 @@ from rrfp.callbacks.step_metrics import Tokens, checked_tokens, metrics
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 from rrfp.model.topology import Topology
-from rrfp.plain import whole
+from rrfp.plain import text, whole
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -55,7 +55,7 @@ class Prometheus(Callback):
                 "rrfp.callbacks.Prometheus needs the package prometheus_client: pip install 'rrfp[prometheus]'"
             ) from None
         self._port: int = whole("port", port, 0, 65535)
-        self._address = address
+        self._address = address if address == "" else text("address", address)
         self._tokens = checked_tokens(tokens)
         self._server: tuple[WSGIServer, Thread] | None = None
 
@@ -70,10 +70,11 @@ class Prometheus(Callback):
             family, _, _, _, place = places[0]
             with closing(socket.create_server(place, family=family)):
                 pass
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: what can be no host's name
+            reason = str(getattr(error, "strerror", error)).partition(" (")[0]
             raise ConfigError(
                 f"rrfp.callbacks.Prometheus cannot listen on port {self._port} of {self._address or 'this host'!r}: "
-                f"{str(error.strerror).partition(' (')[0]}; pass another port= or address="
+                f"{reason}; pass another port= or address="
             ) from None
 
     def run_begun(self, event: RunBegun) -> None:

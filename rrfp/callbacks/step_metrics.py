@@ -7,7 +7,6 @@ from rrfp.callbacks.base import StageFigures, StepEnded
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import Mode
-from rrfp.trace.breakdown import Breakdown
 
 Tokens = float | Callable[[StepEnded], float] | None
 """The tokens of a microbatch, or a function that returns those of a step, over all replicas; None: not known."""
@@ -16,20 +15,16 @@ Metrics = dict[str, float | str | None]
 """Figures by name; None where there is none, such as a limit that is not set."""
 
 
-def _blocked(cause: WaitCause) -> Callable[[StageFigures], float]:
-    return lambda stage: stage.breakdown.share(getattr(stage.breakdown, cause.value))
-
-
-def _share(part: Callable[[Breakdown], float]) -> Callable[[StageFigures], float]:
-    return lambda stage: stage.breakdown.share(part(stage.breakdown))
+def _share(part: str) -> Callable[[StageFigures], float]:
+    return lambda stage: stage.breakdown.share(getattr(stage.breakdown, part))
 
 
 #: By name: a figure of one stage. Parts of the step's time are 0..1.
 _STAGE: dict[str, Callable[[StageFigures], float | None]] = {
-    "compute": _share(lambda parts: parts.compute),
-    "blocked": _share(lambda parts: parts.blocking),
-    **{f"blocked_{cause.value}": _blocked(cause) for cause in WaitCause},
-    "other": _share(lambda parts: parts.other),
+    "compute": _share("compute"),
+    "blocked": _share("blocking"),
+    **{f"blocked_{cause.value}": _share(cause.value) for cause in WaitCause},
+    "other": _share("other"),
     "held": lambda stage: stage.peaks.held,
     "held_limit": lambda stage: stage.slots,
     "held_bytes": lambda stage: stage.peaks.num_bytes,

@@ -76,14 +76,10 @@ class Writer(FileSystemWriter):
 
 
 class _Sum(str):
-    """The digest of a file, among the results of writing."""
-
     __slots__ = ()
 
 
 class _SummedFiles(FileSystem):
-    """Knows the digests of the files that it has written, by name."""
-
     def __init__(self) -> None:
         self.sums: dict[str, str] = {}
 
@@ -111,8 +107,6 @@ class _SummedFiles(FileSystem):
 
 
 class _SummedStream:
-    """What is written, in order, goes through the digest."""
-
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.digest = hashlib.sha256()
@@ -184,7 +178,6 @@ class Contents(NamedTuple):
                 _compare(name, hashlib.file_digest(file, "sha256").hexdigest(), self.sums)
 
     def reader(self) -> FileSystemReader:
-        """What reads the tensors for torch.distributed.checkpoint."""
         return _Reader(self.path, self.metadata)
 
     def planner(self) -> LoadPlanner:

@@ -111,8 +111,6 @@ def save_pretrained(
 
 
 class _Saved:
-    """The entries of a checkpoint that this rank writes."""
-
     def __init__(
         self, path: Path, names: Iterable[str], weights: Weights, like: Mapping[str, Tensor], rank: int
     ) -> None:
@@ -162,7 +160,6 @@ def _chosen(path: Path, ranks: Ranks) -> Path:
 
 
 def _bytes_of(size: Any) -> int:
-    """The number of bytes that ``max_shard_size`` means."""
     match = _SIZE.fullmatch(size.upper()) if isinstance(size, str) else None
     if match is not None:
         return int(match[1]) * _UNITS[match[2]]
@@ -180,7 +177,6 @@ def _stages(modules: Any) -> Sequence[SplitStage]:
 
 
 def _owned(groups: Sequence[Group], names: Sequence[str], ranks: Ranks) -> list[Group]:
-    """Of ``groups`` those that no rank before this one has."""
     others = [[tuple(group) for group in each] for each in ranks.gather(groups)]
     everywhere = {name for each in others for group in each for name in group}
     if lacking := [name for name in names if name not in everywhere]:

@@ -48,12 +48,10 @@ class Place(NamedTuple):
 
 
 def saved_places(names: Iterable[str]) -> list[Place]:
-    """Of the ranks that saved, by the names of the entries."""
     return sorted(Place(*map(int, match.groups())) for name in names if (match := _ENTRY.fullmatch(name)))
 
 
 def lost_entry(rank: int) -> str:
-    """Names the entry, without a value, of a rank that was lost before the save."""
     return f"{_LOST}{rank}"
 
 

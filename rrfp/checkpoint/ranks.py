@@ -105,7 +105,6 @@ class Ranks:
 
 
 def failure_text(text: str, rank: int, error: BaseException) -> str:
-    """A line that names the rank, and what failed there."""
     reason = str(error).partition("\n")[0]  # torch's own have a stack of C++ behind
     return f"{text}: rank {rank}: {type(error).__name__}: {reason}"
 

@@ -216,7 +216,6 @@ def _check_known(arguments: Mapping[str, Any]) -> None:
 def _entries(
     modules: Modules, optimizer: Optimizers, arguments: SaveArguments, ranks: Ranks
 ) -> tuple[dict[str, Any], Place]:
-    """Everything that this rank writes, by name."""
     pipe, step = arguments.get("pipe"), arguments.get("step")
     state = None if pipe is None else pipe.state_dict()
     if (state is None) == (step is None):
@@ -306,7 +305,6 @@ def _tell_replicas_apart(entries: dict[str, Any], names: set[str], places: Seque
 
 
 def _spans_replicas(value: Any, places: Sequence[Place]) -> bool:
-    """Whether data-parallel ranks hold parts of one tensor."""
     if not isinstance(value, DTensor):
         return False
     return replicas_of(places[rank] for rank in value.device_mesh.mesh.flatten().tolist()) > 1

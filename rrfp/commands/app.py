@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 the simulated run dead
 module is imported for ``rrfp --help`` as well, so those modules import numpy, torch and the like when they run.
 """
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -46,9 +47,13 @@ class Commands(CommandGroup):
             _fail(_one_line(error), FAILED)
         except (typer.Abort, KeyboardInterrupt):
             _fail("interrupted", INTERRUPTED)
-        except BrokenPipeError:  # the reader of the output, such as `head`, is gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.exit(FAILED)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where what is left goes at the end
+            if error.errno == errno.ENOSPC:
+                _fail(f"the output cannot be written ({error.strerror})", FAILED)
+            sys.exit(FAILED)  # the reader of the output, such as `head`, is gone
         if result == INTERRUPTED:  # typer caught Ctrl-C itself and prints nothing
             _fail("interrupted", INTERRUPTED)
         sys.exit(result if isinstance(result, int) else 0)

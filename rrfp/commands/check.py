@@ -63,7 +63,6 @@ def _name(values: Callable[[], Iterable[str]], *, kinds: str = "A registered nam
 class Outcome:
     """The result of one check."""
 
-    #: The check's name.
     name: str
     #: Whether the contract holds; "skipped" where the check did not look.
     outcome: Literal["ok", "skipped", "failed"]

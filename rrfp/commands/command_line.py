@@ -130,7 +130,6 @@ def _text(error: Exception) -> str:
 
 
 def _is_siblings(option: str | None, context: Any) -> bool:
-    """Whether an option unknown to a command is its sibling's."""
     if option is None or context.command.name not in _SIBLINGS:
         return False
     sibling = context.parent.command.commands[_SIBLINGS[context.command.name]]

@@ -46,17 +46,14 @@ class Gpu:
 class GpuReport:
     """CUDA devices and the software that drives them, as far as present."""
 
-    #: Torch's version.
     torch: str
     #: The version of CUDA for which torch is built.
     torch_cuda: str | None
-    #: The driver's version.
     driver: str | None
     #: The newest version of CUDA that the driver supports.
     driver_cuda: str | None
     #: The version of NCCL in torch.
     nccl: str | None
-    #: The variable CUDA_VISIBLE_DEVICES.
     visible_devices: str | None
     #: In the order of torch's indexes.
     gpus: tuple[Gpu, ...] = ()
@@ -115,7 +112,6 @@ def gpu_report() -> GpuReport:
 
 
 def choices() -> Mapping[str, str]:
-    """The default lane and transports of each kind of device."""
     import torch
 
     from rrfp.compute.lanes.stream import StreamLane
@@ -210,7 +206,6 @@ class Finding:
 
     #: Whether the part is there and works.
     ok: bool
-    #: Whether RRFP needs it to run.
     required: bool
     #: The version, or the fault.
     detail: str

@@ -145,7 +145,6 @@ class TopRow:
     #: The memory of these.
     held_bytes: int | None = None
     limit_bytes: int | None = None
-    #: Tasks that may start now.
     ready: int | None = None
     #: Outputs of other stages that have arrived and whose task has not started.
     received: int | None = None

@@ -123,7 +123,6 @@ class Storages:
                 self.num_bytes += part.untyped_storage().nbytes()
 
     def sum_of_seen(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of those tensors whose storage was added."""
         seen = (part for tensor in tensors for part in inner_tensors(tensor) if storage_pointer(part) in self._added)
         return sum(part.numel() * part.element_size() for part in seen)
 

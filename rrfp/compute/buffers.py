@@ -149,7 +149,6 @@ class StateWatch:
 
     @contextmanager
     def watching(self, task: Task) -> Iterator[None]:
-        """Watch the writes of ``task``, which runs within."""
         if not self._is_open:
             yield
             return

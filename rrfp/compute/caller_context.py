@@ -79,7 +79,6 @@ class ThreadModes:
 
 
 def saved_tensor_hooks() -> Hooks | None:
-    """The default saved-tensor hooks of the calling thread; None if there are none."""
     hooks: Hooks | None = _top_hooks(False) if _are_readable() else None
     return hooks
 
@@ -255,7 +254,6 @@ class CallerModes:
 
 
 def autocast_device_types() -> tuple[str, ...]:
-    """The device types for which autocast is enabled in the calling thread."""
     accelerator = torch.accelerator.current_accelerator()
     candidates = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     return tuple(kind for kind in candidates if torch.is_autocast_enabled(kind))

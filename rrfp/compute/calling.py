@@ -68,7 +68,6 @@ def check_batch(batch: Batch, step: StepId, *, sources: Collection[str | None], 
 
 
 def _check_parts(batch: Batch, step: StepId, sources: Collection[str | None], ends: Mapping[str, bool]) -> None:
-    """What the first and last virtual stages of each part need."""
     training, missing = step.mode is Mode.TRAIN, f"is missing, must be a list of {step.microbatches} on the rank of the"
     for end, has_loss in ends.items():
         if not has_loss and (training or batch.targets is not None):

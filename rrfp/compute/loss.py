@@ -55,7 +55,6 @@ class WithLoss(nn.Module):
 def losses_by_stage(
     loss_fn: LossFunction | Mapping[int, LossFunction] | None, graph: TaskGraph
 ) -> Mapping[int, LossFunction]:
-    """The loss of each virtual stage that computes one."""
     if loss_fn is None or isinstance(loss_fn, Mapping):
         return loss_fn or {}
     return {v: loss_fn for v, readers in enumerate(graph.successors) if not readers}
@@ -132,11 +131,8 @@ def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float,
         return (1.0,) * microbatches
     if len(weights) != microbatches:
         raise ConfigError(f"weights has length {len(weights)}, must have {microbatches}, one for each microbatch")
-    return tuple(_weight(m, weight) for m, weight in enumerate(weights))
-
-
-def _weight(microbatch: int, value: Any) -> float:
-    return number(f"weights[{microbatch}]", value, 0)  # token counts are often numbers of numpy, or tensors
+    # Token counts are often numbers of numpy, or tensors.
+    return tuple(number(f"weights[{m}]", weight, 0) for m, weight in enumerate(weights))
 
 
 def _normaliser(weights: tuple[float, ...], reduction: str) -> float:

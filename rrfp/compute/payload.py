@@ -66,7 +66,6 @@ def rebuilt(name: Any, fields: Any, items: Iterable[Any]) -> Any:
 
 
 def with_items(value: Any, items: Iterable[Any]) -> Any:
-    """A named tuple like ``value`` with other items."""
     return tuple.__new__(type(value), items)
 
 
@@ -266,7 +265,6 @@ def _rebuild(structure: Structure, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def _renumbered(structure: Structure, indices: list[int]) -> Structure:
-    """``structure`` with its tensors numbered on from ``indices``."""
     mark, rest = structure[0], structure[1:]
     if mark == "t":
         indices.append(rest[0])

@@ -184,7 +184,6 @@ class Received:
         self._watch.check(module, virtual_stage, when)
 
     def gradients(self) -> tuple[Payload, ...]:
-        """The gradients of the leaves, a payload for each predecessor."""
         return tuple([Payload(tuple(map(_gradient, payload.tensors))) for payload in self.payloads])
 
     def explain(self, error: RuntimeError, module: nn.Module, virtual_stage: int) -> StageError | None:
@@ -261,7 +260,6 @@ def _paths(structure: Structure, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _innermost_submodule(traceback: TracebackType | None, module: nn.Module) -> str:
-    """The innermost submodule in the frames of ``traceback``."""
     names = {id(submodule): name for name, submodule in module.named_modules()}
     innermost: nn.Module | None = None
     while traceback is not None:

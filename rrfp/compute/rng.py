@@ -65,7 +65,6 @@ class _Turns:
     """
 
     def __init__(self) -> None:
-        #: How many turns have begun.
         self.begun = 0
         self._lock = threading.Lock()
         self._holder: _Holder | None = None
@@ -165,10 +164,7 @@ class SeedNotice:
 
 @dataclass(frozen=True, slots=True)
 class RandomForks:
-    """Forks of torch's global generators, one for each task.
-
-    Python's and numpy's generators are left alone.
-    """
+    """Forks of torch's global generators, one for each task; Python's and numpy's are left alone."""
 
     #: The run's seed; None disables forking and its lock.
     seed: int | None

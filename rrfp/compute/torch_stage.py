@@ -66,7 +66,6 @@ class SavedForward:
     outputs: tuple[_Output | None, ...] = ()
     #: The loss with its graph, on the last virtual stage; None if its weight is 0.
     loss: Tensor | None = None
-    #: The factor on the loss in backward.
     loss_weight: float = 0.0
     #: Outputs of the last virtual stage whose loss has weight 0 and whose backward runs all the same.
     unweighted: tuple[Tensor, ...] = ()
@@ -147,7 +146,6 @@ class StageInputs:
         return Arguments.spread([*spread, *own, named])
 
     def targets(self, v: int) -> Sequence[Any] | None:
-        """The targets by microbatch, if ``v`` is a last virtual stage with any."""
         targets = self._batch.targets
         if targets is None or self._graph.successors[v]:
             return None
@@ -364,11 +362,9 @@ class TorchStage(StageProgram):
         self._held.pop((m, v), None)
 
     def name_of(self, virtual_stage: int) -> str:
-        """See :meth:`StageProgram.name_of`: the class of the module."""
         return class_name(self._units[virtual_stage])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_bytes`; measured by an `ActivationMeter`."""
         return self._held.get((microbatch, virtual_stage), 0)
 
     def signature(self, task: Task, inputs: tuple[Payload, ...]) -> Hashable:
@@ -378,12 +374,10 @@ class TorchStage(StageProgram):
         return self._signature(m, v, (received, *self._inputs.of_caller(m, v)))
 
     def input_bytes(self, task: Task, inputs: tuple[Payload, ...]) -> int | None:
-        """See :meth:`StageProgram.input_bytes`: of received tensors and of the caller's, as dense ones."""
         _, m, v = task
         return self._inputs.num_bytes(m, v, inputs) or None
 
     def held_output_bytes(self, microbatch: int, virtual_stage: int) -> int:
-        """See :meth:`StageProgram.held_output_bytes`; measured like `held_bytes`."""
         return self._held_outputs.get((microbatch, virtual_stage), 0)
 
     def losses(self) -> Mapping[int, float]:
@@ -391,7 +385,6 @@ class TorchStage(StageProgram):
         return self._results.losses()
 
     def losses_by_part(self) -> Mapping[str, Mapping[int, float]]:
-        """See :meth:`StageProgram.losses_by_part`. Waits like `losses`."""
         return self._results.losses_by_part()
 
     def outputs(self) -> Mapping[int, Any]:
@@ -399,7 +392,6 @@ class TorchStage(StageProgram):
         return self._results.outputs()
 
     def _watching(self, task: Task) -> AbstractContextManager[None]:
-        """Watch the state that a forward writes."""
         _, m, v = task
         if m > self._highest.get(v, -1):
             self._highest[v] = m

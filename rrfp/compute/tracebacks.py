@@ -28,7 +28,6 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 _Error = TypeVar("_Error", bound=BaseException)
 
-#: Errors whose text has been logged.
 _logged: WeakSet[RrfpError] = WeakSet()
 
 

@@ -33,7 +33,6 @@ class NotesEmptyBuffers(nn.Module):
 
 
 def note_empty(buffers: Iterable[Tensor]) -> None:
-    """These were made without values."""
     for buffer in buffers:
         _EMPTY[buffer] = buffer._version
 

@@ -9,6 +9,11 @@ microbatch. For each:
     copy   -> holder                     claimed    by this copy
     holder -> all other copies           granted    to the copy that claimed first; this one gets the inputs instead
 
+Where nothing tells the replicas apart (`are_even`), the first microbatch of each runs there on all stages, in the first
+chunk, without a word: each rank knows that before the step, and no message is waited for until the pipeline is full.
+It is the first forward of the chunk there: else what ran before it might keep it from bytes, and it the copies behind
+from what frees these.
+
 A copy claims before it needs the forward, so that the way there and back is hidden behind the task before. It claims
 one of chunk c only while what it holds, with its claims of c and deeper chunks that have not begun, lets the memory
 rule admit it, and while these claims are fewer than ``depth``. Claims of shallower chunks do not count: they must not
@@ -20,7 +25,7 @@ Nothing starves, and D keeps its limit on every rank: docs/memory-rules.md has t
 **Which one a copy claims**: of the deepest chunk that admits one the first of those offered, in the order that the hint
 has for the microbatches of each replica, and of equal places that which its own replica holds. Those of others count as
 later where copies claim far ahead, since news takes long, and where more than a few copies would find the same one
-behind, and relieve it of too much (`lead_of`). Where this holds none, it helps others only
+behind, and relieve it of too much (`FEW`). Where this holds none, it helps others only
 with those of a slow copy, and once it has no ready task and of its own caller's microbatches none is left that may come
 here by itself: to help before would take a forward from a copy that is about to run it.
 
@@ -40,6 +45,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from rrfp.core import events as ev
@@ -56,21 +62,17 @@ SPARE = 0.5
 #: A copy that takes no more than so much longer than the quickest is not slow: paces vary.
 SLOW = 1.2
 
-#: So many copies do not relieve one that is behind of too much.
+#: So many copies do not relieve one that is behind of too much. Of more that are even, each is left what is earlier by
+#: no more places than there are more: it is behind by chance alone.
 FEW = 4
 
 _NOBODY = -1
 
 
-def lead_of(stages: Iterable[Sequence[float]], copies: int, sizes: Sequence[float] | None) -> int:
-    """The `Pool.lead` of a step, of whose stages these are the paces, empty where they are not known.
-
-    Copies that are behind by chance alone are left to themselves. What a slow copy has to do, or one with larger
-    microbatches, is not chance.
-    """
+def are_even(stages: Iterable[Sequence[float]]) -> bool:
+    """Whether paces by stage, empty where they are not known, show no copy to be slow."""
     known = [*stages]
-    is_even = known and sizes is None and all(paces and max(paces) <= SLOW * min(paces) for paces in known)
-    return max(0, copies - FEW) if is_even else 0
+    return bool(known) and all(paces and max(paces) <= SLOW * min(paces) for paces in known)
 
 
 class _Line(NamedTuple):
@@ -102,8 +104,10 @@ class Claims:
     __slots__ = (
         "_asked",
         "_claimed",
+        "_first",
         "_has_gradients",
         "_is_slow",
+        "_lead",
         "_left",
         "_num_offered",
         "_offered",
@@ -144,6 +148,8 @@ class Claims:
         self._sizes = [size / mean for size in sizes] if sizes is not None and mean else [1.0] * count
         self._paces = pool.paces if all(pool.paces) and pool.paces else (1.0,) * pool.copies
         self._is_slow = [SLOW * min(self._paces) < pace for pace in self._paces]
+        #: Places by which another copy's forward may be earlier than an own one, and be left to it.
+        self._lead = max(0, pool.copies - FEW) if pool.is_even else 0
         self._has_gradients = has_gradients
         #: By microbatch, the copy whose rank holds what its forward here reads, and the copy that runs it here.
         self.holders, self.takers = [_NOBODY] * count, [_NOBODY] * count
@@ -151,8 +157,9 @@ class Claims:
         self._offered: set[int] = set()
         self._num_offered = [0] * pool.copies
         self._asked: set[int] = set()
-        #: Forwards claimed and not begun.
+        #: Forwards claimed and not begun; the one among them that comes before all others.
         self._claimed: set[int] = set()
+        self._first = _NOBODY
         #: The sizes of those that were granted to nobody.
         self._left = sum(self._sizes) * length
         #: How many of them are of this replica's caller, and were not offered by another copy.
@@ -190,7 +197,8 @@ class Claims:
 
     def next(self, admission: MemoryRule, deeper: Sequence[Owner] = (), *, is_idle: bool) -> int | None:
         """The forward to claim now, if any, beside those claimed on ``deeper`` chunks; see `Sharing.claims_now`."""
-        if not self._offered or (unbegun := len(deeper) + len(self._claimed)) >= self._pool.depth:
+        unbegun = len(deeper) + len(self._claimed)
+        if not self._offered or unbegun >= self._pool.depth or self._first in self._claimed:
             return None
         held, limit = admission.held + unbegun, admission.byte_limit
         if admission.slots is not None and held >= admission.slots - admission.kept_free(self.chunk, is_lowest=True):
@@ -210,7 +218,7 @@ class Claims:
             if self._sizes[m] * self.length <= longest or self._is_due(holder, held):
                 later = ahead if holder != own else 0  # others may have claimed so much before that is heard here
                 urgency = later - counts[holder] if is_near_end else 0
-                later += self._pool.lead if holder != own else 0
+                later += self._lead if holder != own else 0
                 lines.append(_Line(urgency, self._position_of[m] // copies + later, (holder - own) % copies, m))
         if not may_help and all(line.distance for line in lines):
             lines = [line for line in lines if self._is_slow[holders[line.microbatch]]]
@@ -229,6 +237,11 @@ class Claims:
         others = sum(1 / pace for copy, pace in enumerate(paces) if copy != own)
         left = sum([each._left for each in self.of_stage])
         return (left / others + self._spare * min(paces)) / paces[own] - held if others else math.inf
+
+    def keep(self, microbatch: int) -> None:
+        """This copy runs it before all others, without a claim."""
+        self.claim(microbatch)
+        self._first = microbatch
 
     def claim(self, microbatch: int) -> None:
         """This copy claims it."""
@@ -317,7 +330,7 @@ class Sharing:
         sizes: of the microbatches, where the caller gives them.
     """
 
-    __slots__ = ("_deeper_first", "_first_of", "_grants", "_shallowest", "claims", "pool")
+    __slots__ = ("_deeper_first", "_first_of", "_firsts", "_grants", "_kept", "_shallowest", "claims", "pool")
 
     def __init__(
         self,
@@ -350,6 +363,9 @@ class Sharing:
             self.claims[0].offer(m, home)
             if home == pool.copy:
                 self._grants[0].hold(m)
+        #: By copy the first microbatch of its caller, and the virtual stages on which it runs there without a claim.
+        self._firsts = {home: m for m, home in reversed([*enumerate(pool.homes)])} if pool.is_even else {}
+        self._kept = range(_first_chunks(stage_of))
 
     @property
     def state(self) -> tuple[tuple[int, ...], ...]:
@@ -400,6 +416,22 @@ class Sharing:
             if v != self._shallowest:
                 deeper = (*deeper, *claims.unbegun)
 
+    def keep_firsts(self) -> Iterator[tuple[Task, int]]:
+        """The step begins: the forwards here that nobody claims, and the copies that run them."""
+        for (v, claims), (copy, m) in product(self.claims.items(), self._firsts.items()):
+            if v not in self._kept:
+                continue
+            if v:
+                claims.offer(m, copy)
+            if copy != self.pool.copy:
+                claims.grant(m, copy)
+            else:
+                claims.keep(m)
+                if not v:
+                    self._grants[v].claim(m, copy)
+                    claims.receive(m)
+            yield Task(F, m, v), copy
+
     def offer(self, event: ev.Offered) -> None:
         """A rank of the stage before holds the input of a forward."""
         kind, m, virtual_stage = event.task
@@ -430,7 +462,21 @@ class Sharing:
     def send(self, task: Task, peer: int) -> ev.Send | ev.Offer:
         """How the output of ``task``, which has completed, goes to the stage ``peer``."""
         kind, m, virtual_stage = task
-        if kind is F:
-            self._grants[virtual_stage + 1].hold(m)
-            return ev.Offer(Task(F, m, virtual_stage + 1))
-        return ev.Send(task, peer, copy=self.claims[virtual_stage].holders[m])
+        if kind is not F:
+            return ev.Send(task, peer, copy=self.claims[virtual_stage].holders[m])
+        reader, own = virtual_stage + 1, self.pool.copy
+        self._grants[reader].hold(m)
+        if reader in self._kept and m == self._firsts.get(own):
+            self._grants[reader].claim(m, own)
+            return ev.Send(task, peer, copy=own)
+        return ev.Offer(Task(F, m, reader))
+
+
+def _first_chunks(stage_of: Sequence[int]) -> int:
+    """How many virtual stages lie before the first that comes back to a stage, or is claimed with the next one."""
+    seen = set[int]()
+    for v, stage in enumerate(stage_of):
+        if stage in seen or stage in stage_of[v + 1 : v + 2]:
+            return v
+        seen.add(stage)
+    return len(stage_of)

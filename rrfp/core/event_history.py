@@ -17,7 +17,6 @@ MOST_EVENTS = 1 << 17
 class Known:
     """What outlives steps, as it is when a step begins."""
 
-    #: The step's number.
     step: int
     #: What tasks have shown so far.
     measured: tuple[Measured, ...] = ()
@@ -58,7 +57,6 @@ class EventHistory:
         self._events: list[ev.Event] = []
 
     def begin(self, known: Known) -> None:
-        """A step is about to begin."""
         self._last, self._current = self._current, StepEvents(known)
         self._events = self._current.events
 

@@ -24,7 +24,8 @@ class Pool:
         homes: by microbatch, the replica whose caller has it.
         depth: forwards that a copy has claimed and not begun, at most.
         paces: seconds that a microbatch takes on each copy of this stage; empty: not known.
-        lead: a forward that another copy holds goes before this one's own where it is more than so many places earlier.
+        is_even: the last steps have shown that no copy of any stage is slow; the same on all ranks. False where callers
+            pass sizes.
     """
 
     copy: int
@@ -32,7 +33,7 @@ class Pool:
     homes: tuple[int, ...]
     depth: int = 1
     paces: tuple[float, ...] = ()
-    lead: int = 0
+    is_even: bool = False
 
     def interleaved(self, order: Sequence[int]) -> list[int]:
         """The microbatches of each replica in ``order``, those of all side by side."""

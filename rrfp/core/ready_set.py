@@ -278,7 +278,6 @@ class ReadySet:
                     yield task, chunk
 
     def _index(self, queue: list[tuple[int, Task]], task: Task) -> int | None:
-        """The position of ``task`` in ``queue``, or None."""
         if not 0 <= task.microbatch < len(self._position_of):
             return None
         position = self._position_of[task.microbatch]
@@ -331,7 +330,6 @@ def natural_order(graph: TaskGraph) -> frozenset[ForcedOrder]:
 
 
 def forced_by(order: MicrobatchOrder, graph: TaskGraph) -> frozenset[ForcedOrder]:
-    """What an order of microbatches forces."""
     return natural_order(graph) if order == "natural" else frozenset()
 
 
@@ -451,7 +449,6 @@ class Readiness:
             self._ready.add(state, m)
 
     def expects_reports(self, task: Task) -> bool:
-        """Whether followers report on ``task``."""
         return self._states.knows(task) and self._states.of(task).wiring(task.microbatch).num_remote > 0
 
     def has_inputs(self, task: Task) -> bool:
@@ -473,7 +470,6 @@ class Readiness:
         return needed
 
     def absent_inputs(self, task: Task) -> tuple[Task, ...]:
-        """The inputs of ``task`` that are not here."""
         return tuple(producer for producer in self.inputs(task) if not self.is_available(producer))
 
     def _supply(self, states: Sequence[TaskState], microbatch: int) -> None:

@@ -228,13 +228,11 @@ class StageCore:
 
     @property
     def view(self) -> StageView:
-        """The read-only view of the current step."""
         assert self._view is not None, "no step was opened"
         return self._view
 
     @property
     def ready(self) -> ReadySet:
-        """The ready set of the current step."""
         assert self._step is not None, "no step was opened"
         return self._step.ready
 
@@ -245,7 +243,6 @@ class StageCore:
 
     @property
     def peaks(self) -> Peaks:
-        """The peaks of the current, or last, step."""
         return Peaks() if self._step is None else self._step.peaks
 
     @property
@@ -317,7 +314,6 @@ class StageCore:
             self.apply(event)
 
     def wait_cause(self) -> WaitCause:
-        """Why there is nothing to decide."""
         return WaitCause.DRAINED if self._step is None else self._step.wait_cause()
 
     # Events.

@@ -109,7 +109,6 @@ class Pauses:
         self._begun: tuple[Task, float] | None = None
         #: Whether the one wait before the next backward was begun, or declined.
         self._is_spent = False
-        #: Whether the stage waits now.
         self.is_on = False
 
     def begun_reported(self, event: ev.BegunReported) -> tuple[()]:
@@ -127,7 +126,6 @@ class Pauses:
         return ()
 
     def arrive(self, task: Task) -> None:
-        """The output of ``task`` is here."""
         if self._begun is not None and self._begun[0] == task:
             self._begun = None
 
@@ -258,7 +256,6 @@ class Step:
         return Holding(held, self._bytes.own, outputs.received, outputs.received_bytes)
 
     def wait_cause(self) -> WaitCause:
-        """Why there is nothing to decide."""
         if self.num_enqueued == self.num_tasks:
             return WaitCause.DRAINED
         if self.pauses.is_on:
@@ -275,6 +272,11 @@ class Step:
             instructions += [ev.Preview(task) for task in self.outputs.fed_by_caller() if self._is_given(task)]
         if self.pool is not None:
             self.sharing = Sharing(self.pool, self._graph, self._stage, self.ready.positions, self.sizes)
+            for forward, copy in self.sharing.keep_firsts():
+                if copy != self.pool.copy:
+                    instructions += self._leave(forward)
+                elif not forward.virtual_stage:
+                    self.readiness.grant(self.states.of(forward), forward.microbatch)
             instructions += self._claimed()
         return self._and_finish(instructions)
 
@@ -346,7 +348,6 @@ class Step:
         return instructions
 
     def _gives_back(self, task: Task) -> bool:
-        """Whether ``task`` gives its microbatch's slot back."""
         return self._is_training and self.states.of(task).frees_memory
 
     def _on_completed(self, event: ev.Completed) -> Instructions:
@@ -437,7 +438,6 @@ class Step:
         return self.pool is None or self.pool.homes[forward.microbatch] == self.pool.copy
 
     def _claimed(self) -> Iterator[ev.Instruction]:
-        """What this rank claims now."""
         assert self.sharing is not None
         for claim in self.sharing.claims_now(self.admission, is_idle=not self.ready.holds_any):
             if isinstance(claim, ev.Grant):
@@ -473,10 +473,17 @@ class Step:
 
     def _run_elsewhere(self, sharing: Sharing, event: ev.Claimed | ev.Granted) -> Instructions:
         """Another copy runs the forward of ``event``, and all that is claimed with it."""
-        _, m, first = event.task
-        sharing.claims[first].grant(m, event.copy)
+        task = event.task
+        sharing.claims[task.virtual_stage].grant(task.microbatch, event.copy)
+        done = self._leave(task)
+        return self._and_finish([*self._claimed(), *done])
+
+    def _leave(self, forward: Task) -> list[ev.Instruction]:
+        """Nothing of ``forward``, nor of what is claimed with it, runs here."""
+        assert self.sharing is not None
+        _, m, first = forward
         done = list[ev.Instruction]()
-        for v in sharing.claimed_with(first):
+        for v in self.sharing.claimed_with(first):
             kinds = [state for states in self.states.own.values() if (state := states.get(v)) is not None]
             for state in kinds:
                 state.is_available[m] = True
@@ -485,7 +492,7 @@ class Step:
             self.unfinished[v] -= len(kinds)
             if not self.unfinished[v]:
                 done.append(ev.ReduceChunk(v))
-        return self._and_finish([*self._claimed(), *done])
+        return done
 
     def _shares(self, event: ev.Offered | ev.Claimed | ev.Granted) -> Sharing:
         m = event.task.microbatch

@@ -92,7 +92,6 @@ class TaskState:
         self._wiring = Wiring()
         #: By microbatch, where any of them skips a virtual stage.
         self._wirings: list[Wiring] = []
-        #: Microbatches that skip the virtual stage.
         self.skippers: Collection[int] = ()
         #: The rest of the wiring is of tasks that run on this stage. The local chunk.
         self.chunk = -1
@@ -156,12 +155,10 @@ class TaskStates:
                 self._wire(state)
 
     def __iter__(self) -> Iterator[TaskState]:
-        """What runs here."""
         for states in self.own.values():
             yield from states.values()
 
     def of(self, task: Task) -> TaskState:
-        """The state that has ``task``, which runs on this stage."""
         return self.own[task.kind][task.virtual_stage]
 
     def reads(self, producer: Task) -> bool:
@@ -173,7 +170,6 @@ class TaskStates:
         return state.wiring(microbatch).num_readers > 0
 
     def knows(self, task: Task) -> bool:
-        """Whether ``task`` runs on this stage in this step."""
         kind, microbatch, virtual_stage = task
         state = self.own[kind].get(virtual_stage)
         return state is not None and 0 <= microbatch < self._visits.microbatches and microbatch not in state.skippers
@@ -198,7 +194,6 @@ class TaskStates:
         state.wire([by_pattern[self._visits.skipped_by(microbatch)] for microbatch in every])
 
     def _wiring(self, state: TaskState, skipped: Skipped) -> Wiring:
-        """The wiring of ``state`` for microbatches that skip ``skipped``."""
         wiring, graph, v = Wiring(), self._graph, state.virtual_stage
         if v in skipped:
             return wiring
@@ -248,7 +243,6 @@ class Outputs:
         return [(task, peers) for task, peers in owed if peers]
 
     def receive(self, source: TaskState, microbatch: int, num_bytes: int = 0) -> None:
-        """An output of another stage is here."""
         refs = source.refs
         refs.left[microbatch] = refs.unread[microbatch] = source.wiring(microbatch).num_readers
         self.received += 1
@@ -306,7 +300,6 @@ class Outputs:
             self._num_sending += 1
 
     def release_send(self, task: Task, peer: int) -> None:
-        """The send of ``task``'s output to ``peer`` has released its memory."""
         state, m = self._states.own[task.kind].get(task.virtual_stage), task.microbatch
         if state is None or m not in state.sending.get(peer, ()):
             raise ProtocolError(f"the send of {task} to stage {peer} was released, which is not on its way")

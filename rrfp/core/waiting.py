@@ -83,7 +83,6 @@ def describe_task(core: StageCore, topology: Topology, entry: Waiting) -> str:
 
 
 def wait_line(name: str, texts: Iterable[str], separator: str = "; ") -> str:
-    """What the rank ``name`` waits for, on one line."""
     return f"{name} waits for: {separator.join(texts) or 'nothing'}"
 
 
@@ -297,7 +296,6 @@ def _what(topology: Topology, event: ev.Event) -> str:
 
 
 def _now(core: StageCore, topology: Topology, told: Story) -> str:
-    """How the task stands."""
     step, task = core.step, told.task
     assert step is not None
     if told.waiting is not None:

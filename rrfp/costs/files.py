@@ -15,7 +15,6 @@ import os
 import reprlib
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
@@ -23,7 +22,7 @@ from rrfp.costs.table import MATRICES, OPTIONAL_MATRICES, CostTable, Matrix
 from rrfp.errors import ConfigError, Faults
 from rrfp.model.plain_graph import checked_list, graph_from_plain, graph_to_plain, listed
 from rrfp.model.visits import Skipped
-from rrfp.plain import json_fault, whole
+from rrfp.plain import json_fault, path_of, whole
 
 #: Name in the file of a chain -> attribute of the table, in the order of writing.
 FIELDS = {
@@ -49,13 +48,11 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
         ConfigError: if the file cannot be read or is malformed; one line that names the file and the field.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path_of("path", path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{os.fspath(path)}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{os.fspath(path)}: is not JSON ({json_fault(error)})") from None
-    except ValueError as error:  # a NUL in the path
-        raise ConfigError(f"{os.fspath(path)!r}: cannot be read ({error})") from None
     try:
         return from_json(text)
     except ConfigError as error:
@@ -64,6 +61,8 @@ def read_costs(path: str | os.PathLike[str]) -> CostTable:
 
 def write_costs(path: str | os.PathLike[str], table: CostTable) -> None:
     """Write a cost file, or replace it; if it cannot be written, the old file stays and a ConfigError says why."""
+    if not isinstance(table, CostTable):
+        raise ConfigError(f"table is of type {type(table).__name__}, must be a CostTable")
     write_atomically(path, to_json(table))
 
 
@@ -92,7 +91,7 @@ def from_json(text: str) -> CostTable:
     with Faults() as faults:
         for name in document:
             if name not in known:
-                faults.keep(f"field {reprlib.repr(name)} is unknown, must be one of {', '.join(known)}")
+                faults.keep(f"field {reprlib.repr(name)} is unknown, must be one of: {', '.join(known)}")
         if missing:
             with faults.kept():
                 subject, verb = ("field", "is") if len(missing) == 1 else ("fields", "are")
@@ -139,13 +138,12 @@ def _skippers(table: CostTable) -> dict[str, list[int]] | None:
 
 
 def _skipped(value: object, names: Sequence[str], microbatches: int) -> tuple[Skipped, ...]:
-    """What each microbatch skips, from the field."""
     if not isinstance(value, dict):
         raise ConfigError(f"skipped is {reprlib.repr(value)}, must be an object: NAME -> list of microbatches")
     skipped: list[set[int]] = [set() for _ in range(microbatches)]
     for name, skippers in value.items():
         if name not in names:
-            raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of {listed(names)}")
+            raise ConfigError(f"skipped names {reprlib.repr(name)}, must be one of: {listed(names)}")
         for microbatch in checked_list(f"skipped[{name!r}]", skippers, "of microbatches"):
             skipped[whole(f"skipped[{name!r}]", microbatch, 0, microbatches - 1)].add(names.index(name))
     return tuple(map(frozenset, skipped))

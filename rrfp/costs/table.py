@@ -34,7 +34,6 @@ Bits: TypeAlias = npt.NDArray[np.bool_]
 
 
 def _length(value: object) -> int | None:
-    """The entries of a list, tuple or array; else None."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     is_array = isinstance(value, np.ndarray) and value.ndim > 0
     return len(value) if is_list or is_array else None  # type: ignore[arg-type]
@@ -160,7 +159,7 @@ class CostTable:
         if self.graph is not None:
             self._check_graph(self.graph)
         elif self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of {', '.join(PLACEMENTS)}")
+            raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of: {', '.join(PLACEMENTS)}")
         elif self.skipped:
             raise ConfigError("skipped must be empty without graph: a chain has no way round a virtual stage")
         nodes = "stages x chunks" if self.graph is None else "one a virtual stage"
@@ -319,7 +318,7 @@ class CostTable:
         durations: dict[Any, Matrix] = {**self.durations}
         if kind not in durations:
             kinds = ", ".join(durations) + ("" if self.split else " (the costs are not split)")
-            raise ConfigError(f"kind is {str(kind)!r}, must be one of {kinds}")
+            raise ConfigError(f"kind is {str(kind)!r}, must be one of: {kinds}")
         return float(durations[kind][virtual_stage, microbatch])
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:
@@ -389,7 +388,6 @@ MessageTimes = dict[Kind, Sequence[dict[int, "array[float]"]]]
 
 
 def message_times(costs: CostTable) -> MessageTimes:
-    """The seconds of every message of a step."""
     nodes = range(costs.num_virtual_stages)
     times: dict[Kind, list[dict[int, Matrix]]] = {kind: [{} for _ in nodes] for kind in SENT_TO}
     for kind, side in SENT_TO.items():

@@ -246,7 +246,6 @@ def _call(call: _Call[_Result], kept: list[object]) -> tuple[_Result, list[objec
 
 
 def held_by(copies: DeviceCopies, tensors: Sequence[Tensor | None]) -> list[int]:
-    """The indices of the tensors that a device holds."""
     return [index for index, tensor in enumerate(tensors) if tensor is not None and copies.holds(tensor)]
 
 

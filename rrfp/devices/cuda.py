@@ -99,7 +99,6 @@ class StreamMemory:
         self._marks = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Keep the memory of a dense tensor."""
         storage = tensor.untyped_storage()
         with self._lock:
             self._used[storage._cdata] = storage
@@ -116,7 +115,6 @@ class StreamMemory:
             return self._marks
 
     def reached(self, number: int) -> None:
-        """The stream has reached an event, and all before it."""
         freed = []
         with self._lock:
             while self._dropped and self._dropped[0][0] <= number:
@@ -152,7 +150,6 @@ class _Noted:
         self._keeps_all = False
 
     def add(self, tensor: Tensor) -> None:
-        """Note the memory of a dense tensor."""
         storage = tensor.untyped_storage()
         with self._lock:
             if self._keeps_all:
@@ -328,7 +325,6 @@ def _give_back(idle: list[torch.cuda.Stream], stream: torch.cuda.Stream, kept: S
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors of which ``tensor`` consists."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

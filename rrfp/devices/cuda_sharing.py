@@ -50,7 +50,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _library() -> Any:
-    """CUDA's runtime library as torch has loaded it."""
     # torch loads it with global symbols. Where it did not, its file is mapped all the same.
     library: Any = ctypes.CDLL(None)
     if not hasattr(library, "cudaIpcGetMemHandle"):

@@ -157,7 +157,6 @@ class _Tasks:
     residency: Matrix | None = None
 
     def at(self, virtual_stages: list[int], visited: Bits) -> _Tasks:
-        """Those of some virtual stages that microbatches visit."""
         here = visited[virtual_stages]
         times = (self.work, self.head, self.tail, self.residency)
         return _Tasks(*(None if each is None else each[virtual_stages][here] for each in times))  # type: ignore[arg-type]

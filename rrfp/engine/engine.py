@@ -59,12 +59,10 @@ class EngineClock:
         return self.now
 
     def wake(self, stage: int, seconds: float, pause: int) -> None:
-        """``pause`` of ``stage`` is over after ``seconds``."""
         heappush(self._heap, (self.now + seconds, next(self._pushed), stage, PauseOver(pause)))
 
 
 def graph_of(costs: CostTable) -> TaskGraph:
-    """The graph of virtual stages that a cost table describes."""
     return costs.to_graph()
 
 

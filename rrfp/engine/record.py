@@ -25,9 +25,7 @@ class EngineResult:
     spans: tuple[tuple[TaskSpan, ...], ...]
     #: Why lanes were idle, up to the makespan.
     waits: tuple[WaitSpan, ...]
-    #: Messages between stages.
     messages: tuple[MessageSpan, ...]
-    #: The most that each stage held.
     peaks: tuple[Peaks, ...]
 
     @property
@@ -35,7 +33,6 @@ class EngineResult:
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     def trace(self, step: int = 0) -> StepTrace:
-        """The step as a trace of all stages."""
         tasks = sorted((span for spans in self.spans for span in spans), key=lambda span: (span.start, span.stage))
         return StepTrace(step, 0.0, self.makespan, tuple(tasks), self.waits, self.messages)
 
@@ -56,13 +53,11 @@ class EngineRecord:
         self._waits: list[WaitSpan] = []
 
     def began(self, stage: int, task: Task, start: float, end: float) -> None:
-        """``task`` runs on ``stage``."""
         self._ran[stage].append(task)
         self._starts[stage].append(start)
         self._ends[stage].append(end)
 
     def sent(self, task: Task, peer: int, sent_at: float, arrived_at: float) -> None:
-        """The output of ``task`` travels to stage ``peer``."""
         self._sent.append(task)
         self._sent_to.append(peer)
         self._sent_at.append(sent_at)

@@ -110,7 +110,6 @@ def _pays(order: Sequence[int], callers: Sequence[int], sizes: Sequence[float], 
 
 
 def _in_means(sizes: Sequence[float]) -> list[float]:
-    """Each size over their mean."""
     largest = max(sizes)  # no sum of shares overflows, or is 0
     shares = [size / largest for size in sizes]
     mean = math.fsum(shares) / len(shares)
@@ -136,8 +135,6 @@ def pyramids(sizes: Sequence[float], length: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage of the pipeline that `step_time` simulates."""
-
     room: float
     is_split: bool
     #: The number of stages from here on.
@@ -177,7 +174,6 @@ class _Stage:
         return kind, m
 
     def end(self, kind: Kind, size: float) -> None:
-        """A task of this stage has ended."""
         self.is_busy = False
         if kind is B and self.is_split:
             self.halves += 1

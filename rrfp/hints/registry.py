@@ -13,7 +13,7 @@ from rrfp.core.ready_set import MicrobatchOrder, ReadySet
 from rrfp.errors import ConfigError, misspelt
 from rrfp.model.schedule import Schedule
 from rrfp.model.tasks import Kind, Mode, Task
-from rrfp.plugins import Registry, name_of, named_or_loaded, where_defined
+from rrfp.plugins import Registry, called, name_of, named_or_loaded, where_defined
 from rrfp.schedules.csv import CsvSchedule
 from rrfp.schedules.executed import ExecutedSchedule
 from rrfp.schedules.registry import ScheduleSpec, make_schedule, schedule_names
@@ -120,7 +120,7 @@ def create_hint(spec: HintSpec) -> Hint:
         spec = hint_factory(spec)
     if isinstance(spec, type) and Hint not in spec.__mro__:  # whose constructor may ask for arguments
         raise _no_hint(spec)
-    hint = spec() if callable(spec) else spec
+    hint = called(f"hint {name_of(spec)}", spec) if callable(spec) else spec
     if Hint not in type(hint).__mro__:
         raise _no_hint(type(hint))
     return copy.deepcopy(hint) if hint is spec else hint

@@ -111,8 +111,6 @@ class RunAhead:
 
 
 class _Stage:
-    """One stage in one step."""
-
     def __init__(self, view: View) -> None:
         graph, self._visits = view.graph, view.visits
         self.is_plain = view.stage in plain_stages(graph, self._visits.patterns)
@@ -133,11 +131,9 @@ class _Stage:
         self._pass_started()
 
     def num_held(self, view: View, chunk: int) -> int:
-        """The slots that ``chunk`` holds."""
         return view.num_enqueued(F, chunk) - view.num_enqueued(self._frees[chunk], chunk)
 
     def start(self, forward: Task) -> None:
-        """``forward`` was enqueued."""
         _, microbatch, virtual_stage = forward
         chunk = self._chunk_of[virtual_stage]
         if self._awaited(chunk, microbatch) is not None:
@@ -171,7 +167,6 @@ class EncoderAware(Hint):
         self._run_ahead = RunAhead()
 
     def first(self, kind: Kind, ready: ReadySet, view: View) -> Task | None:
-        """The first ready task of ``kind`` that is not held back."""
         if kind is F and self.may_wait:
             return self._run_ahead.first_forward(ready, view, self.chunk_order)
         return ready.first(kind, self.chunk_order)

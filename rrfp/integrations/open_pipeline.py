@@ -42,7 +42,6 @@ class OpenPipeline:
             self.calls.__exit__(None, None, None)
 
     def fail(self, error: BaseException) -> None:
-        """Leave because of ``error``, on all ranks."""
         self._failure = type(error).__name__
         if self._leave.detach() is not None:
             self.calls.__exit__(type(error), error, error.__traceback__)

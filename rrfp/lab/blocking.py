@@ -44,7 +44,6 @@ from rrfp.trace.spans import MessageSpan, TaskSpan, WaitSpan
 
 
 def run_blocking(costs: CostTable) -> EngineResult:
-    """Simulate one training step of 1F1B with blocking sends."""
     # A wait has the cause INPUT while its stage communicates, and DRAINED after its last operation; a message is sent
     # when its transfer starts; each stage holds what 1F1B holds.
     if costs.graph is not None:
@@ -84,14 +83,11 @@ def _program(stage: int, stages: int, microbatches: int, *, split: bool) -> Iter
 
 
 class _Stage:
-    """How far one stage has come."""
-
     def __init__(self, actions: Iterator[Task | _Batch]) -> None:
         self.actions = actions
         #: The batch that it waits in; its transfers have been posted.
         self.batch: _Batch | None = None
         self.now = 0.0
-        #: End of its last task.
         self.idle_since = 0.0
         self.spans: list[TaskSpan] = []
         self.waits: list[WaitSpan] = []

@@ -110,7 +110,6 @@ class EmulatedStage(StageProgram):
         self._is_training = step.mode is Mode.TRAIN
 
     def forward(self, task: Task, inputs: tuple[Payload, ...]) -> Payload:
-        """Spend the task's time."""
         self._run(task)
         if self._graph.successors[task.virtual_stage]:
             return self._output
@@ -118,12 +117,10 @@ class EmulatedStage(StageProgram):
         return Payload()
 
     def backward(self, task: Task, grads: tuple[Payload, ...]) -> tuple[Payload, ...]:
-        """Spend the task's time."""
         self._run(task)
         return (Payload(self._output.tensors),) * len(self._graph.predecessors[task.virtual_stage])
 
     def weight(self, task: Task) -> None:
-        """Spend the task's time."""
         self._run(task)
 
     def held_bytes(self, microbatch: int, virtual_stage: int) -> int:

@@ -291,7 +291,6 @@ def _check_lengths(
 
 
 def _call(module: nn.Module, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``module`` with ``parameters`` instead of its own."""
     if parameters:
         return functional_call(module, parameters, args, dict(kwargs))
     return module(*args, **kwargs)
@@ -327,7 +326,6 @@ class _Copies:
         return {name: copies[parameter] for name, parameter in part.named_parameters() if parameter in copies}
 
     def add_up(self) -> None:
-        """Add the copies' gradients to those of the parameters."""
         for parameter, copy in self._all:
             if copy.grad is not None:
                 parameter.grad = copy.grad if parameter.grad is None else parameter.grad.add_(copy.grad)

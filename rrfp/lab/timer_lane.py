@@ -75,7 +75,6 @@ class TimerLane(Lane):
             self.offers.withdraw()
 
     def _begin(self) -> None:
-        """Run the next call, if there is one."""
         assert self._loop is not None
         self._is_busy = bool(self._calls)
         if not self._is_busy:
@@ -94,7 +93,6 @@ class TimerLane(Lane):
         del call, future, result, failure  # a failure's traceback holds this frame, so the frame must not hold it
 
     def _end_at(self, ended: float, complete: Callable[[], None]) -> None:
-        """Complete the call at the time ``ended``."""
         assert self._loop is not None
         self._loop.call_at(ended, complete)
 

@@ -144,5 +144,4 @@ def bytes_of(spec: object) -> int | None:
 
 
 def rule_of(asked: str, context: RuleContext) -> type[MemoryRule]:
-    """The rule of a stage whose limit asks for ``asked``."""
     return RULES[RULES[asked].stand_in(context)]

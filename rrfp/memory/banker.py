@@ -73,7 +73,6 @@ class BankerBytes(ByteLimit):
         return False
 
     def start(self, owner: Owner) -> None:
-        """The forward of ``owner`` was enqueued."""
         super().start(owner)
         chunk, microbatch = owner
         self._to_start[microbatch].discard(chunk)
@@ -183,6 +182,5 @@ class Banker(MemoryRule):
 
 
 def _chunks_of(visitors: Sequence[Collection[int]]) -> list[set[int]]:
-    """By microbatch, the chunks that it visits."""
     count = 1 + max((microbatch for microbatches in visitors for microbatch in microbatches), default=-1)
     return [{chunk for chunk, microbatches in enumerate(visitors) if m in microbatches} for m in range(count)]

@@ -131,7 +131,6 @@ class ByteLimit:
         return KnownSizes(self._size(owner)) if known is None else known
 
     def _expected(self, owner: Owner) -> int:
-        """What the microbatch is expected to hold."""
         return self._seen.expect(owner[0], self._preview_of(owner))
 
     def _expected_in_flight(self, owner: Owner) -> int:
@@ -198,7 +197,6 @@ class ByteLimit:
         return not holders or (self._reserve and microbatch < min(holders))
 
     def start(self, owner: Owner) -> None:
-        """The forward of ``owner`` was enqueued."""
         chunk, microbatch = owner
         self._holders[chunk].add(microbatch)
         self._to_come[chunk].start(microbatch)
@@ -265,7 +263,6 @@ class _LargestToCome:
         return self._sizes[self._rising[-1]] if self._sizes is not None and self._rising else None
 
     def start(self, microbatch: int) -> None:
-        """Its forward has started."""
         self._started.add(microbatch)
         while self._rising and self._rising[-1] in self._started:
             self._started.discard(self._rising.pop())

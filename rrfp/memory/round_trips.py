@@ -65,7 +65,6 @@ class Pace:
 
     @classmethod
     def of(cls, stages: Sequence[StageMeasure]) -> Pace:
-        """That of a step, from the measures by stage."""
         trips: dict[Edge, float] = {}
         for stage, measure in enumerate(stages):
             for peer, seconds in (measure.round_trips or {}).items():

@@ -60,7 +60,6 @@ class RuleContext:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each microbatch runs through a chain."""
         return self.graph.is_chain and not self.visits.are_partial
 
 

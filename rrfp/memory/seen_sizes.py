@@ -55,7 +55,6 @@ class ConcaveEnvelope:
         self.largest = 0.0
 
     def __bool__(self) -> bool:
-        """Whether there is a point with any bytes."""
         return len(self.corners) > 1
 
     def add(self, number: float, num_bytes: float) -> None:
@@ -148,7 +147,6 @@ class _Scale:
         self._errors, self._count = errors, count
 
     def judge(self, error: float) -> None:
-        """An expectation was wrong by ``error``."""
         self._errors += error
         self._count += 1
 
@@ -159,8 +157,6 @@ class _Scale:
 
 
 class _Step:
-    """What one step has shown, by chunk."""
-
     def __init__(self, num_chunks: int) -> None:
         self.largest = [Largest() for _ in range(num_chunks)]
         self.scales = [[_Scale() for _ in KnownSizes().numbers] for _ in range(num_chunks)]
@@ -210,7 +206,6 @@ class SeenSizes:
 
     @property
     def expected(self) -> list[Largest]:
-        """By chunk, the largest figures."""
         return self._all.largest
 
     def left_over(self, chunk: int) -> int:
@@ -259,12 +254,10 @@ class SeenSizes:
             of_signature[key] = max(of_signature[key], num_bytes)
 
     def saw_signature(self, chunk: int, signature: Hashable, num_bytes: int) -> None:
-        """A forward on ``chunk`` with ``signature`` has shown its size."""
         of_signature = self._steps[-1].of_signature
         of_signature[chunk, signature] = max(of_signature.get((chunk, signature), 0), num_bytes)
 
     def has_seen(self, chunk: int, signature: Hashable) -> bool:
-        """Whether a forward on ``chunk`` with ``signature`` has shown its size."""
         return any((chunk, signature) in step.of_signature for step in self._steps)
 
     def _held_by(self, chunk: int, signature: Hashable) -> Iterator[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from rrfp.errors import ConfigError
+from rrfp.plain import flag
 
 T = TypeVar("T")
 
@@ -74,9 +75,12 @@ def microbatches(
         The microbatches, with their sizes and weights.
 
     Raises:
-        ConfigError: if there are no samples or fewer than ``count``, a cost or weight is impossible, a sample is above
-            the budget, or ``count`` microbatches do not fit it.
+        ConfigError: if ``samples`` is no sequence, or has none or fewer than ``count``, a cost or weight is impossible,
+            a sample is above the budget, or ``count`` microbatches do not fit it.
     """
+    if isinstance(samples, Mapping) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        raise ConfigError(f"samples is {samples!r:.100}, must be a list, or another sequence")
+    flag("padded", padded)
     costs = _numbers("cost", cost, samples)
     weights = _numbers("weight", weight, samples)
     _check(costs, budget, count)
@@ -95,8 +99,6 @@ def microbatches(
 
 
 def _groups(costs: Sequence[float], budget: float | None, count: int | None, padded: bool) -> list[list[int]]:
-    """The indices of each microbatch's samples."""
-
     def size(group: Sequence[int]) -> float:
         return _size([costs[index] for index in group], padded)
 
@@ -147,7 +149,6 @@ def _size(costs: Sequence[float], padded: bool) -> float:
 
 
 def _numbers(name: str, function: Callable[[T], float], samples: Sequence[T]) -> list[float]:
-    """What ``function`` says of each sample."""
     if not callable(function):
         raise ConfigError(f"{name} is {function!r}, must be a function of a sample")
     numbers = [function(sample) for sample in samples]

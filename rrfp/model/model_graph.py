@@ -120,7 +120,6 @@ class ModelGraph:
         return tuple(name for name, readers in self._readers.items() if not readers)
 
     def parts_of(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """The parts of ``stage`` by name, each with its virtual stages there."""
         stage_of = self.tasks.stage_of
         here = {name: tuple(v for v in own if stage_of[v] == stage) for name, own in self.numbers.items()}
         return {name: own for name, own in here.items() if own}

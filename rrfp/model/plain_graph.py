@@ -93,7 +93,7 @@ def _edges(texts: Sequence[Any], names: Sequence[str]) -> tuple[tuple[int, int],
             raise ConfigError(f"edges[{index}] is {reprlib.repr(text)}, must be 'NAME{ARROW}NAME'")
         for name in ends:
             if name not in numbers:
-                raise ConfigError(f"edges[{index}] names {reprlib.repr(name)}, must be one of {listed(names)}")
+                raise ConfigError(f"edges[{index}] names {reprlib.repr(name)}, must be one of: {listed(names)}")
         edge = (numbers[ends[0]], numbers[ends[1]])
         if edge[0] >= edge[1]:
             raise ConfigError(f"edges[{index}] is {text!r}, must lead to a later one of virtual_stages")

@@ -110,7 +110,7 @@ class Task(NamedTuple):
         Raises:
             ConfigError: if ``text`` is not of the form ``F3@5``.
         """
-        match = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(str(text))
         if match is None:
             *others, last = Kind
             kinds = f"{', '.join(others)} or {last}"

@@ -161,6 +161,8 @@ class Topology:
                 ranks is not that of the mesh (it shows the arithmetic).
         """
         environ = os.environ if environ is None else environ
+        if not isinstance(environ, Mapping):
+            raise ConfigError(f"environ is {environ!r:.100}, must be a dict such as os.environ, or None for that")
         rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         if not 0 <= rank < world:
             raise ConfigError(f"environment variable RANK is {rank}, must be below WORLD_SIZE, which is {world}")
@@ -189,7 +191,10 @@ class Topology:
         Raises:
             ConfigError: if the dims have no names or do not fit, or this process is not in the mesh.
         """
-        names, at = device_mesh.mesh_dim_names, device_mesh.get_coordinate()
+        names = getattr(device_mesh, "mesh_dim_names", ())
+        if names == ():
+            raise ConfigError(f"mesh is of type {type(device_mesh).__name__}, must be a torch.distributed DeviceMesh")
+        at = device_mesh.get_coordinate()
         if names is None:
             raise ConfigError("mesh has no mesh_dim_names, must name its dims: pp, dp, tp, ...")
         if at is None:
@@ -204,8 +209,6 @@ class Topology:
 
 
 class _Launch(NamedTuple):
-    """What a launcher says about the job."""
-
     run_id: str
     restart: int
     local_world_size: int
@@ -229,7 +232,10 @@ def _launch_of_part(environ: Mapping[str, str], size: int, first: int) -> _Launc
 
 def _names(dims: Sequence[str]) -> tuple[str, ...]:
     """Names of dims; a bare text is one name, and not a sequence of letters."""
-    return (dims,) if isinstance(dims, str) else tuple(dims)
+    names = (dims,) if isinstance(dims, str) else dims
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"coordinate or reduce is {dims!r:.100}, must be a list of names of dims")
+    return tuple(names)
 
 
 def _mesh_of(dims: Mapping[str, int], coordinate: tuple[str, ...], reduce: tuple[str, ...], world: int) -> Mesh:

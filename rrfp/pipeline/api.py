@@ -218,8 +218,6 @@ def _topology(topology: Topology | None, mesh: DeviceMesh | None, **dims: Sequen
         return topology
     if topology is not None:
         raise ConfigError("topology and mesh both place this rank: must be one of them")
-    if not hasattr(mesh, "mesh_dim_names"):
-        raise ConfigError(f"mesh is of type {type(mesh).__name__}, must be a torch.distributed DeviceMesh")
     return Topology.from_mesh(mesh, **named_dims)
 
 

@@ -169,8 +169,6 @@ def _dims_text(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank of this process before it starts."""
-
     #: The rank's.
     topology: Topology
     #: Computes its tasks.
@@ -276,7 +274,8 @@ class RankBuilder:
         ]
         for rank in self._ranks:
             self._method.check_order(rank.topology, rank.in_order)
-        self._callbacks = CallbackRunner(options.callbacks, topologies[0], summary(options))
+        finishes = self._finishing is not None
+        self._callbacks = CallbackRunner(options.callbacks, topologies[0], summary(options), finishes=finishes)
         self._rendezvous: Rendezvous | None = None
 
     def _program(self, part: StagePart, topology: Topology, device: Device | None) -> StageProgram:

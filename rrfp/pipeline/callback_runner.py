@@ -33,7 +33,7 @@ from rrfp.log import get_logger
 from rrfp.model.tasks import Mode
 from rrfp.model.topology import Topology
 from rrfp.plugins import name_of
-from rrfp.runtime.abort import Failure
+from rrfp.runtime.abort import Failure, lost_rank
 from rrfp.runtime.context import Observer
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StepFigures
@@ -47,8 +47,6 @@ MOST_WAITING = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An event on its way."""
-
     method: str
     #: Makes it; None: it does not take place.
     event: Callable[[], Event | None]
@@ -63,10 +61,18 @@ class _Entry:
 class CallbackRunner(Observer):
     """The events of one run, and the thread ``rrfp-callbacks``, which there is while a run with callbacks lasts.
 
-    All methods may be called on any thread, and all but `wait` return at once.
+    All methods may be called on any thread, and all but `wait` return at once. ``finishes``: the others finish the step
+    in which a rank is lost.
     """
 
-    def __init__(self, callbacks: Sequence[Callback] = (), topology: Topology | None = None, method: str = "") -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Callback] = (),
+        topology: Topology | None = None,
+        method: str = "",
+        *,
+        finishes: bool = False,
+    ) -> None:
         self._callbacks = tuple(callbacks)
         self._topology = Topology(0, 1) if topology is None else topology
         self._method = method
@@ -75,7 +81,10 @@ class CallbackRunner(Observer):
         #: Come before all entries: those may wait for the very rank that a stall names.
         self._stalls: deque[_Entry] = deque()
         self._thread: threading.Thread | None = None
+        self._finishes = finishes
         self._abort: RunAborted | None = None
+        #: The abort comes behind the end of a step that may be finished.
+        self._is_held_back = False
         self._has_ended = False
         #: The training step that runs, or comes next; the sizes of its microbatches; whether its events are dropped.
         self._step = 0
@@ -97,7 +106,7 @@ class CallbackRunner(Observer):
         with self._changed:
             self._step = step
             self._post("run_begun", RunBegun(time.time(), step, self._topology, self._method))
-            if self._abort is not None:
+            if self._abort is not None and not self._is_held_back:
                 self._post("aborted", self._abort)
             self._thread = threading.Thread(target=self._deliver, name="rrfp-callbacks", daemon=True)
             self._thread.start()
@@ -108,21 +117,23 @@ class CallbackRunner(Observer):
         is_training = plan.step.mode is Mode.TRAIN
         with self._changed:
             self._step, self._sizes = plan.batch.training_step, plan.sizes
-            self._drops = self._abort is not None or len(self._entries) >= MOST_WAITING
+            is_over = self._abort is not None and not self._is_held_back
+            self._drops = is_over or len(self._entries) >= MOST_WAITING
             if self._drops:
                 self._drop(1 + is_training)
             elif is_training:
                 self._post("step_begun", StepBegun(time.time(), self._step, plan.step.microbatches))
 
     def step_ended(self, result: StepResult) -> None:
-        """A step has returned; its reports come later."""
+        """A step has returned; its reports come later, or never if the others have finished it."""
         if not self._callbacks:
             return
         pending = result.pending
         with self._changed:
             is_training = result.mode is Mode.TRAIN
             self._step = result.step + is_training
-            if self._drops or self._abort is not None or pending is None:
+            if self._drops or not (result.lost or (self._abort is None and pending is not None)):
+                self._post_held_back()
                 return
             known = StepEnded(
                 time.time(),
@@ -132,10 +143,16 @@ class CallbackRunner(Observer):
                 self._sizes,
                 self._topology.summands,
                 result.loss,
-                seconds=0.0,
+                seconds=result.seconds if result.lost else 0.0,
                 stages=(),
             )
-            method, outcome = "step_ended" if is_training else "evaluation_ended", pending.outcome
+            method = "step_ended" if is_training else "evaluation_ended"
+            if result.lost:
+                self._post(method, known)
+                self._post_held_back()
+                return
+            assert pending is not None
+            outcome = pending.outcome
             self._entries.append(_Entry(method, lambda: _whole(known, outcome, self._topology), outcome))
         outcome.add_done_callback(self._wake)
 
@@ -154,14 +171,23 @@ class CallbackRunner(Observer):
         with self._changed:
             if self._abort is None and not self._has_ended:
                 self._abort = RunAborted(time.time(), self._step, origin)
-                if self._thread is not None:
+                self._is_held_back = self._finishes and lost_rank(origin) not in (None, self._topology.rank)
+                if self._thread is not None and not self._is_held_back:
                     self._post("aborted", self._abort)
+
+    def call_failed(self, origin: Origin) -> None:
+        """A call has raised the failure: no step is finished any more."""
+        with self._changed:
+            if self._is_held_back and self._abort is not None:
+                self._abort = replace(self._abort, origin=origin)
+            self._post_held_back()
 
     def end(self) -> None:
         """The pipeline was left; may be called twice."""
         with self._changed:
             if self._thread is not None and not self._has_ended:
                 self._has_ended = True
+                self._post_held_back()
                 self._post("run_ended", RunEnded(time.time(), self._step, self._dropped))
 
     def wait(self) -> None:
@@ -191,6 +217,12 @@ class CallbackRunner(Observer):
     def _post(self, method: str, event: Event) -> None:
         self._entries.append(_Entry(method, lambda: event))
         self._changed.notify()
+
+    def _post_held_back(self) -> None:
+        """The abort, if it was held back."""
+        if self._is_held_back and self._abort is not None:
+            self._is_held_back = False
+            self._post("aborted", replace(self._abort, step=self._step))
 
     def _drop(self, count: int) -> None:
         """An event that does not follow an abort is counted, and the first one is logged."""

@@ -17,6 +17,7 @@ from rrfp.devices.cuda import CudaDevice
 from rrfp.errors import ConfigError
 from rrfp.log import get_logger
 from rrfp.model.graph import TextOf, numbered
+from rrfp.plugins import made
 
 # Names of torch that are not documented. Where a version of torch lacks one, nothing is found by it.
 _CONFIG_OF = "get_compiler_config"
@@ -110,7 +111,6 @@ def choose_device(
 def check_on_device(
     modules: Mapping[int, nn.Module], losses: Mapping[int, Any], device: Device | None, text_of: TextOf = numbered
 ) -> None:
-    """Refuse modules, or losses, that cannot run on ``device``."""
     if device is not None and device.kind == "cuda":
         check_no_cuda_graphs(modules, losses.values(), text_of)
 
@@ -124,7 +124,7 @@ def stage_lane(stage: int, device: Device | None, make_lane: Callable[[int], Lan
     """The lane of ``stage``, which computes on ``device``; the caller's own, if that computes there too."""
     if make_lane is None:
         return new_lane(device, f"rrfp-lane-{stage}", nice)
-    lane = make_lane(stage)
+    lane = made(Lane, "lane", make_lane, stage)  # type: ignore[type-abstract]
     if device is not None and (lane.device is None or lane.device.name != device.name):
         where = "on the CPU" if lane.device is None else f"on {lane.device.name}"
         raise ConfigError(

@@ -136,9 +136,8 @@ class BlockingPipeline(_Face):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         session = self._session
-        if session.turns.is_foreign:
+        if not session.turns.has_to_leave():
             return
-        session.turns.check_leaving()
         try:
             if error is None and session.is_open:
                 self._run(session.settle())
@@ -175,6 +174,9 @@ class BlockingPipeline(_Face):
             if call.without is None:
                 raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
             return call.without(aborted)
+        except PipelineAborted as failed:
+            session.ranks.callbacks.call_failed(failed.origin)
+            raise
         finally:
             session.turns.end()
 
@@ -288,25 +290,20 @@ class PipelineHandle(_Face):
     ``with pipeline as pipe`` gives calls that block. In a coroutine ``async with pipeline as pipe`` gives the same
     calls to be awaited. An exception that leaves the block aborts the pipeline on every rank, and so does leaving it
     during a step. Leaving waits until all ranks have done the last step. If another rank failed and no call has raised
-    it, leaving raises `PipelineAborted`.
+    it, leaving raises `PipelineAborted`. Leaving twice does nothing more.
     """
 
     def __init__(self, ranks: LocalRanks, loop: LoopChoice, name: str) -> None:
         super().__init__(Session(ranks, name if loop == "own" else None))
         self._is_async = False
-        self._entered: BlockingPipeline | None = None
 
     def __enter__(self) -> BlockingPipeline:
-        blocking = self.blocking()
-        blocking.__enter__()
-        self._entered = blocking
-        return blocking
+        return self.blocking().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._entered is not None
-        self._entered.__exit__(kind, error, traceback)
+        self.blocking().__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> Self:
         session = self._session
@@ -331,9 +328,8 @@ class PipelineHandle(_Face):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         session = self._session
-        if session.turns.is_foreign:
+        if not session.turns.has_to_leave():
             return
-        session.turns.check_leaving()
         try:
             if error is None and session.is_open:
                 await self._run(session.settle())

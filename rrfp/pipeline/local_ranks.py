@@ -77,7 +77,6 @@ class LocalRanks:
 
     @property
     def are_all(self) -> bool:
-        """Whether these are all ranks of the job."""
         return len(self.topologies) == self.topologies[0].world
 
     @property

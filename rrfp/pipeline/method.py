@@ -170,7 +170,6 @@ class DispatchMethod:
         return None if self.strict is not None else str(self._limit)
 
     def traced(self, topology: Topology, *, is_serial: bool) -> TracedJob:
-        """What a trace of the job says of it."""
         limit = None if self.strict is not None else self._limit
         return TracedJob(
             self.hint_name,

@@ -24,10 +24,11 @@ from rrfp.errors import ConfigError, Faults, misspelt, nearest_to
 from rrfp.hints.registry import HintSpec, check_order, check_shared, create_hint, create_strict
 from rrfp.memory.admission import Limit
 from rrfp.model.placement import Layout
+from rrfp.plain import is_path, shown
 from rrfp.runtime.context import Coordination
 from rrfp.runtime.steps.plan import StepArguments
 from rrfp.transports.base import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_QUEUE_BYTES
-from rrfp.transports.registry import TRANSPORTS, TransportSpec
+from rrfp.transports.registry import TRANSPORTS, TransportSpec, allowed_transports
 
 #: Makes the lane of a stage.
 LaneFactory = Callable[[int], Lane]
@@ -59,6 +60,8 @@ class Option:
         return replace(self, is_common=True)
 
     def check(self, name: str, value: Any) -> None:
+        if type(value) is int and not -(2**63) <= value < 2**64:  # ranks exchange it
+            raise ConfigError(f"{name} is {shown(value)}, must be an integer of 64 bits")
         if not self.fits(value):
             wanted = self.wanted() if callable(self.wanted) else self.wanted
             raise ConfigError(f"{name} is {value!r}, must be {wanted}")
@@ -98,7 +101,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_folder(value: Any) -> bool:
-    return value is None or isinstance(value, str | os.PathLike)
+    return value is None or (isinstance(value, str | os.PathLike) and is_path(value))
 
 
 def _are_callbacks(value: Any) -> bool:
@@ -112,7 +115,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _is_seed(value: Any) -> bool:
-    return value is None or (type(value) is int and -(2**63) <= value < 2**64)
+    return value is None or type(value) is int
 
 
 def _is_nice(value: Any) -> bool:
@@ -123,19 +126,19 @@ def _is_sharing(value: Any) -> bool:
     return value is False or value is True or value == "dealt"
 
 
+def _is_text(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == value.encode(errors="ignore").decode())
+
+
 def _is_placement(value: Any) -> bool:
     if isinstance(value, str):
         return value in get_args(Layout)
     return isinstance(value, list | tuple) and bool(value) and all(type(stage) is int for stage in value)
 
 
-def _transports() -> str:
-    return f"a factory or one of: {', '.join(TRANSPORTS.names())}"
-
-
 def _is_transport(value: Any) -> bool:
     if isinstance(value, str) and value not in TRANSPORTS:
-        raise ConfigError(f"transport is {misspelt(value, TRANSPORTS.names())}, must be {_transports()}")
+        raise ConfigError(f"transport is {misspelt(value, TRANSPORTS.names())}, must be {allowed_transports()}")
     return callable(value) or value in TRANSPORTS
 
 
@@ -148,7 +151,7 @@ def _resolved(resolve: Callable[[Any], object]) -> Option:
 class Options:
     """The keyword options of `rrfp.Pipeline` and `rrfp.local`."""
 
-    transport: Annotated[TransportSpec, Option(_transports, _is_transport).common()] = "auto"
+    transport: Annotated[TransportSpec, Option(allowed_transports, _is_transport).common()] = "auto"
     """A transport's name, class or factory."""
 
     hint: Annotated[HintSpec | None, _resolved(create_hint).common()] = None
@@ -273,9 +276,7 @@ class Options:
     """Model chunks (virtual stages) of a rank; torch.distributed.pipelining calls microbatches chunks. Needed only for
     a `StageProgram`; otherwise the modules are counted."""
 
-    partition: Annotated[
-        str | None, Option("a text or None", lambda value: value is None or isinstance(value, str)).common()
-    ] = None
+    partition: Annotated[str | None, Option("a text or None", _is_text).common()] = None
     """Describes the whole model and where it is cut: ranks that cut it differently are refused at the start. The stages
     of `rrfp.split` pass theirs."""
 

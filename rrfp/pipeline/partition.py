@@ -94,10 +94,7 @@ class Partition:
         return named(self.graph.names)
 
     def modules(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
-        """The modules of ``stage`` by virtual stage, with a loss that is a module (`with_loss`).
-
-        Errors as in `chunks`.
-        """
+        """The `chunks` of ``stage``, with a loss that is a module (`with_loss`)."""
         return with_loss(self.chunks(part, stage), self.losses)
 
     def chunks(self, part: StagePart, stage: int) -> dict[int, nn.Module]:
@@ -138,7 +135,6 @@ class Partition:
                 )
 
     def in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:
-        """The forced orders of a rank with ``modules``."""
         return self.writes_in_order(modules) | forced_by(self.order, self.graph)
 
     def writes_in_order(self, modules: Mapping[int, nn.Module]) -> frozenset[ForcedOrder]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from torch.amp import GradScaler
 
@@ -277,7 +277,8 @@ class Session:
                 raise ConfigError("trace_steps is 0, must be at least 1 for save_trace")
             if None in self.newest_traces():
                 raise ConfigError("no training step is recorded: save_trace goes after a step")
-        return Call("saving a trace", self._save_trace(request), _written)
+        without = None if (finishing := self.ranks.finishing) is None else partial(self._refuse_trace, finishing)
+        return Call("saving a trace", self._save_trace(request), _written, without)
 
     def newest_traces(self) -> list[StepTrace | None]:
         """Of each rank here, the newest trace that it keeps."""
@@ -345,12 +346,21 @@ class Session:
 
         def run_again(decision: Decision, plan: StepPlan) -> StepResult:
             whole = Session(make(decision, plan.batch.training_step), f"{self.thread_name}-finish")
-            return whole.run_alone(plan)
+            # Torch waits minutes for a rank that dies while it makes the smaller groups.
+            losing = self.submit(finishing.loss())
+            losing.add_done_callback(whole.end_by)
+            try:
+                return whole.run_alone(plan)
+            finally:
+                losing.cancel()
 
         result = finishing.finish(error, self.ranks.holder.modules, self._wait, self._retire, run_again)
         self._completed = self._training_step
         self.ranks.callbacks.step_ended(result)
         return result
+
+    def _refuse_trace(self, finishing: Finishing, error: PipelineAborted) -> NoReturn:
+        finishing.refuse(error, self._wait, self._completed, "A trace is of all ranks")
 
     def run_alone(self, plan: StepPlan) -> StepResult:
         """Enter, run one step, and leave."""
@@ -416,6 +426,11 @@ class Session:
             self._fail(error)
         else:
             self.thread.loop.call_soon_threadsafe(self._fail, error)
+
+    def end_by(self, losing: Future[PipelineAborted]) -> None:
+        """End by the error that ``losing`` has, once it is done."""
+        with suppress(RrfpError, CancelledError):  # nobody looks for it any more
+            self._give_up(losing.result())
 
     def _give_up(self, error: PipelineAborted) -> None:
         """The loop has not run for too long: pass ``error`` to all callers that wait. On the thread that noticed."""

@@ -97,7 +97,7 @@ class PipelineState:
         """Read what `rrfp.Pipeline.state_dict` returned, also after JSON or msgpack."""
         if not isinstance(plain, Mapping) or "version" not in plain:
             raise ConfigError(f"state is {reprlib.repr(plain):.80}, must be a dict that state_dict() returned")
-        if plain["version"] != VERSION:
+        if type(plain["version"]) is not int or plain["version"] != VERSION:
             raise ConfigError(
                 f"state: version is {reprlib.repr(plain['version'])}, must be {VERSION}, the one that this RRFP reads"
             )
@@ -106,7 +106,7 @@ class PipelineState:
         except ProtocolError as error:
             raise ConfigError(str(error)) from None
         for field, least, value in state._numbers():
-            if not least <= value < math.inf:
+            if not least <= value < (2**63 if type(value) is int else math.inf):
                 raise ConfigError(f"state: {field} is {value}, must be at least {least} and finite")
         if state.names and len(set(state.names)) != state.virtual_stages:
             raise ConfigError(f"state: names is {state.names!r:.80}, must be {state.virtual_stages} different texts")

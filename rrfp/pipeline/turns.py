@@ -74,8 +74,7 @@ class Turns:
             self.check_outside()
         self._check_loop()
         with self._lock:
-            if self.state == "new":
-                raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
+            self._check_entered()
             if self.state != "open":
                 then = "" if self.state == "closed" else "; await that first: it takes one call at a time"
                 raise RrfpError(f"this pipeline is {self.state}{then}")
@@ -111,14 +110,18 @@ class Turns:
         with self._lock:
             self.state = "closed"
 
-    def check_leaving(self) -> None:
-        """Raise an RrfpError on another loop, or inside a task, that says where to leave."""
+    def has_to_leave(self) -> bool:
+        """Whether it was not left before; an RrfpError on another loop, or inside a task, that says where to leave."""
+        if self.is_foreign or self.state == "closed":
+            return False
+        self._check_entered()
         self._check_loop()
         if self._computes_here():
             raise RrfpError(
                 "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
                 "where step() was called"
             )
+        return True
 
     def check_outside(self) -> None:
         """Raise an RrfpError if the calling thread computes a task, of this or another pipeline of the process."""
@@ -146,6 +149,10 @@ class Turns:
                 f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
                 "pipeline in the process that uses it"
             )
+
+    def _check_entered(self) -> None:
+        if self.state == "new":
+            raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
 
     def _check_loop(self) -> None:
         """Raise an RrfpError on another loop than the caller's own, if the pipeline runs there."""

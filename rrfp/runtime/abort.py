@@ -59,6 +59,13 @@ def advice_for(origin: Origin) -> str:
     )
 
 
+def lost_rank(origin: Origin) -> int | None:
+    """The rank whose process ended or fell silent, if that is the failure; None if its program left in order."""
+    if not origin.cause.startswith(f"{PeerLostError.__name__}: ") or "its program left" in origin.cause:
+        return None
+    return origin.stage if origin.rank is None else origin.rank
+
+
 def failure_of(error: BaseException, topology: Topology, task: str | None = None) -> Failure:
     """What ``error``, seen at ``topology`` while it ran ``task``, means for the pipeline."""
     if isinstance(error, PipelineAborted):

@@ -168,7 +168,6 @@ class RankSettings:
     trace_steps: int = 0
     #: The lane's; None for a CPU.
     device: Device | None = None
-    #: Watches the run.
     observer: Observer = field(default_factory=Observer)
     #: Of the model's parts, if it has any.
     model: ModelGraph | None = None
@@ -196,26 +195,19 @@ class RankContext:
 
     topology: Topology
     graph: TaskGraph
-    #: The way to the peers.
     transport: Transport
     lane: Lane
-    #: Ends the pipeline on every rank.
     fail: Fail
-    #: Runs coroutines.
     supervisor: TaskSupervisor
-    #: The call that the rank is in.
     activity: RankActivity
     #: Peers that left in order.
     closed_peers: ClosedPeers
-    #: Tensors between tasks.
     mailbox: Mailbox
-    #: The trace of the step.
     recorder: Recorder
     #: Of the rank's loop.
     time: LoopTime
     #: Writes the events of the core into a file, where the caller wants one.
     save_events: EventSaver
-    #: How it runs.
     settings: RankSettings
 
     @classmethod

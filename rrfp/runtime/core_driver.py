@@ -100,7 +100,7 @@ class CoreDriver:
         self._performers: dict[type, Callable[[Any], None]] = {
             ev.Send: self.messenger.send_soon if self.follower is None else self._send_beside_echo,
             ev.Preview: self._preview,
-            ev.ReportBegun: self.messenger.send_soon,
+            ev.ReportBegun: self.messenger.report_soon,
             ev.Credit: self.messenger.credit,
             ev.Release: self._release,
             ev.ReportReady: self._order,
@@ -247,7 +247,6 @@ class CoreDriver:
         self._apply(ev.Enqueued(task))  # and no kick: the arbiter, which called this, goes on deciding
 
     def _begun(self, task: Task) -> None:
-        """The lane has begun ``task``, which was offered."""
         self._apply(ev.Enqueued(task))
 
     def _on_completed(self, completed: ev.Completed) -> None:

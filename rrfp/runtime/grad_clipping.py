@@ -31,7 +31,6 @@ class GradientHolder:
     ranks: Sequence[int] | None = None
     #: Parameters that count on another rank.
     skip: Collection[Tensor] = ()
-    #: Names virtual stages in errors.
     text_of: TextOf = numbered
 
 
@@ -39,7 +38,6 @@ class GradientHolder:
 class NormShare:
     """A rank's part of the common norm of all gradients."""
 
-    #: The norm that its caller allows.
     max_norm: float
     #: p of the p-norm.
     norm_type: float
@@ -67,7 +65,7 @@ class Clipping:
         self._terms = (float(max_norm), float(norm_type), error_if_nonfinite)
         self._own = local_norm(
             holder.modules,
-            norm_type,
+            float(norm_type),
             topology=holder.topology,
             ranks=holder.ranks,
             skip=holder.skip,

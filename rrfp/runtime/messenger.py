@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rrfp import timeouts
 from rrfp.core import events as ev
@@ -24,6 +25,9 @@ logger = get_logger(__name__)
 
 #: Takes a message that arrived; raises ProtocolError if it makes no sense.
 Handler = Callable[[Message], None]
+
+#: What makes a message of the step.
+Sending = ev.Send | ev.ReportBegun | ev.Offer | ev.Claim | ev.Grant
 
 _CHANNELS = {kind: Channel.FORWARD if side is Side.AFTER else Channel.BACKWARD for kind, side in SENT_TO.items()}
 
@@ -62,8 +66,8 @@ class Messenger:
         self._failed: asyncio.Future[None] | None = None
         #: Frames of no rank of this run.
         self._foreign = RateLimitedLog(logger)
-        #: Outputs and reports that leave in the loop's next turn.
-        self._leaving: list[ev.Send | ev.ReportBegun] = []
+        #: What leaves in the loop's next turn.
+        self._leaving: list[tuple[Callable[[Any], None], Sending]] = []
         #: By peer and channel, the messages that wait in coroutines of their own: later ones queue behind them.
         self._waiting: Counter[tuple[int, Channel]] = Counter()
 
@@ -163,25 +167,30 @@ class Messenger:
         message = Message(Channel.CONTROL, MessageKind.CONSUMED, self._activity.step, credit.task)
         self.post(self._ranks[credit.peer], message)
 
-    def send_soon(self, instruction: ev.Send | ev.ReportBegun) -> None:
-        """Send a task's output, and report when its memory is free; or notify a peer of a forward that has begun.
+    def send_soon(self, send: ev.Send) -> None:
+        """Send a task's output, and report when its memory is free."""
+        self.soon(self._send_output, send)
 
-        It leaves in the loop's next turn: behind the arbiter's, so that the next task starts before tensors are copied.
+    def report_soon(self, report: ev.ReportBegun) -> None:
+        """Notify a peer of a forward that has begun."""
+        self.soon(self._send_begun, report)
+
+    def soon(self, perform: Callable[[Any], None], instruction: Sending) -> None:
+        """Let ``perform`` send in the loop's next turn, in the order of calls.
+
+        That is behind the arbiter's turn, so that the next task starts before tensors are copied.
         """
         if not self._leaving:
             asyncio.get_running_loop().call_soon(self._send_leaving)
-        self._leaving.append(instruction)
+        self._leaving.append((perform, instruction))
 
     def _send_leaving(self) -> None:
         leaving, self._leaving = self._leaving, []
-        for instruction in leaving:
+        for perform, instruction in leaving:
             if self._supervisor.stopping:
                 return
             try:
-                if isinstance(instruction, ev.ReportBegun):
-                    self._send_begun(instruction)
-                else:
-                    self._send_output(instruction)
+                perform(instruction)
             except BaseException as error:  # in this callback SystemExit of a hint that observes would end the loop
                 self._fail(failure_on_loop(error) or error, instruction.task)
 
@@ -230,7 +239,6 @@ class Messenger:
         await self.send_to(self._ranks[stage], message)
 
     async def send_to(self, rank: int, message: Message) -> None:
-        """As `send`, to any peer."""
         self._count(message)
         await self._hand_over(rank, message)
 

@@ -31,6 +31,7 @@ from rrfp.runtime.statistics import RankStatistics, explain_shortage
 from rrfp.runtime.steps.batch_copies import BatchCopies, CopiedBatch
 from rrfp.runtime.steps.deal import Home
 from rrfp.runtime.steps.dealer import Dealer, ReplicaExchange
+from rrfp.runtime.steps.passed import factors_of
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.runtime.steps.sharer import ForwardSharer
@@ -83,7 +84,6 @@ class StageRunner:
         #: With another replica, of what callers pass.
         self._copies = BatchCopies(context, driver.messenger, driver.executor) if settings.copies else None
         self.health = Watchdog(context, driver, self._all_gather)
-        #: The traces of its newest steps.
         self.saver = TraceSaver(context, self._all_gather, driver.executor)
 
     async def start(self) -> None:
@@ -135,11 +135,7 @@ class StageRunner:
             copies = self._copies if plan.step.mode is Mode.TRAIN else None
             if copies is not None:
                 copies.begin(plan)
-            if self._exchange is not None:
-                plan = await self._exchange.share(plan)
-                self._context.activity.begin_step(plan.step, plan.batch.training_step)
-            self._homes = plan.homes_of(self.topology.replica)
-            await self._share_weights(plan)
+            plan = await self._shared(plan)
             self._driver.open_step(plan, reporter.size_correlation, reporter.byte_rooms)
             reporter.open(plan, self._read_losses)
             await self._driver.finished.wait()
@@ -149,15 +145,22 @@ class StageRunner:
                 await copies.settle()
             return await self._end_step(plan)
 
-    async def _share_weights(self, plan: StepPlan) -> None:
-        """Sum the weights of losses over replicas; only a rank that computes losses needs the sum."""
-        if self.topology.summands == 1 or plan.step.mode is not Mode.TRAIN:
-            return
-        sharing = self._reporter.share_weights(plan)
-        if self._reporter.has_losses:
-            await sharing
-        else:
-            self._context.supervisor.spawn(sharing)
+    async def _shared(self, plan: StepPlan) -> StepPlan:
+        """``plan`` with what replicas tell each other before a step: what each runs, and the sum of all weights."""
+        total: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        is_summed = self.topology.summands > 1 and plan.step.mode is Mode.TRAIN
+        if is_summed:
+            self._context.supervisor.spawn(self._sum_weights(plan, total))
+        if self._exchange is not None:
+            plan = await self._exchange.share(plan)
+            self._context.activity.begin_step(plan.step, plan.batch.training_step)
+        self._homes = plan.homes_of(self.topology.replica)
+        if is_summed and self._reporter.has_losses:  # other ranks need no sum
+            factors_of(plan.batch).normalise(await total)
+        return plan
+
+    async def _sum_weights(self, plan: StepPlan, total: asyncio.Future[float]) -> None:
+        total.set_result(await self._reporter.share_weights(plan))
 
     async def _read_losses(self) -> Mapping[str, Mapping[int, float]]:
         """This rank's losses by part, once they are computed."""
@@ -286,7 +289,6 @@ class StageRunner:
         return None if self._copies is None else self._copies.held(step_number)
 
     def has_copied(self, step_number: int) -> bool:
-        """Whether `copied` is not None."""
         return self._copies is not None and self._copies.is_held(step_number)
 
     def batch_written(self) -> str | None:

@@ -90,7 +90,6 @@ class SocketFile:
         return True
 
     def remove(self) -> None:
-        """Remove the file, if it is still there."""
         with suppress(OSError):
             self.path.unlink()
 

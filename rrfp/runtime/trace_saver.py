@@ -114,13 +114,12 @@ class TraceRequest:
         replicas: int,
         job: TracedJob | None = None,
     ) -> Self:
-        """The request of a caller, in a job of so many ``replicas``."""
         text: Any = os.fspath(path) if isinstance(path, os.PathLike) else path
         if type(text) is not str or not text:
             raise ConfigError(f"path is {path!r}, must be the name of a file")
         steps = or_none(whole, "steps", steps, 1)
         if replica != "all" and (type(replica) is not int or not 0 <= replica < replicas):
-            raise ConfigError(f"replica is {replica!r}, must be one of 0..{replicas - 1}, or 'all'")
+            raise ConfigError(f"replica is {replica!r}, must be 0..{replicas - 1}, or 'all'")
         return cls(text, steps, None if replica == "all" else replica, job)
 
 
@@ -134,7 +133,6 @@ class TraceOffer:
     first: int
     #: The newest one.
     last: int
-    #: Identifies its clock.
     clock: str
     host: str
     #: The largest message that it takes.

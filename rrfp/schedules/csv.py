@@ -25,9 +25,7 @@ _FORMS = "a virtual stage, a type (F, B, I or W) and a microbatch, such as 2F0"
 class CsvSchedule:
     """The text of a schedule file: a schedule for whatever graph it fits."""
 
-    #: The file's, for reports.
     name: str
-    #: The file's content.
     text: str
 
     def __str__(self) -> str:

@@ -51,8 +51,13 @@ class Breakdown:
 
     @property
     def by_cause(self) -> dict[WaitCause, float]:
-        """The blocked seconds of every cause."""
         return {cause: getattr(self, cause.value) for cause in WaitCause}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """All seconds, by the names under which people see them."""
+        blocked = {CAUSE_LABELS[cause]: seconds for cause, seconds in self.by_cause.items()}
+        return {"compute": self.compute, **blocked, "other": self.other}
 
     @property
     def compute_share(self) -> float:
@@ -70,9 +75,7 @@ class Breakdown:
 
     def __str__(self) -> str:
         """The step's milliseconds, and the parts that are not 0 in percent."""
-        parts = {"compute": self.compute, **{CAUSE_LABELS[cause]: own for cause, own in self.by_cause.items()}}
-        parts["other"] = self.other
-        shares = ", ".join(f"{name} {self.share(own):.1%}" for name, own in parts.items() if own)
+        shares = ", ".join(f"{name} {self.share(own):.1%}" for name, own in self.parts.items() if own)
         return f"{1e3 * self.step:.1f} ms: {shares or 'nothing'}"
 
     def to_json(self) -> dict[str, float | dict[str, float]]:

@@ -10,20 +10,10 @@ from rich.table import Table
 from rrfp.tables import mebibytes
 from rrfp.trace.breakdown import Breakdown, mean
 
-#: Heading and value of the columns between the stage and the peaks; times in seconds.
-_TIMES: tuple[tuple[str, Callable[[Breakdown], float]], ...] = (
-    ("compute", lambda part: part.compute),
-    ("input", lambda part: part.input),
-    ("memory", lambda part: part.memory),
-    ("TP\norder", lambda part: part.order),
-    ("choice", lambda part: part.choice),
-    ("nothing\nleft", lambda part: part.drained),
-    ("other", lambda part: part.other),
-)
 #: Characters of a line that fits any such table.
 _WIDEST = 80
 #: Columns that are left out where they are 0 on every stage.
-_OPTIONAL = ("memory", "TP\norder", "choice")
+_OPTIONAL = ("memory", "TP order", "choice")
 
 
 def breakdown_table(
@@ -41,16 +31,16 @@ def breakdown_table(
     """
     average = mean(stages)
     numbers = _one_a_stage("numbers", range(len(stages)) if numbers is None else numbers, len(stages))
-    columns = [(name, value) for name, value in _TIMES if name not in _OPTIONAL or value(average) > 0]
+    columns = [name for name, seconds in average.parts.items() if name not in _OPTIONAL or seconds > 0]
     unit, time = _unit(average.step)
     peaks = _peaks(len(stages), peak_held, peak_bytes)
-    heads = (*(name for name, _ in columns), "blocked", *peaks)
+    heads = (*(name.replace(" ", "\n") for name in columns), "blocked", *peaks)
     table = _table(heads, f"times in {unit}; a step took {time(average.step)}")
     for index, (number, part) in enumerate(zip(numbers, stages, strict=True)):
         most = [cells[index] for cells, _ in peaks.values()]
-        table.add_row(str(number), *(time(value(part)) for _, value in columns), _blocked(part), *most)
+        table.add_row(str(number), *(time(part.parts[name]) for name in columns), _blocked(part), *most)
     table.add_section()
-    table.add_row("mean", *(time(value(average)) for _, value in columns), _blocked(average))
+    table.add_row("mean", *(time(average.parts[name]) for name in columns), _blocked(average))
     if peaks:
         table.add_row("max", *[""] * (len(heads) - len(peaks)), *(worst for _, worst in peaks.values()))
     return table
@@ -86,7 +76,6 @@ def duration(seconds: float) -> str:
 
 
 def _table(heads: Iterable[str], caption: str | None = None) -> Table:
-    """A table of numbers by stage, without rows."""
     table = Table(caption=caption, box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.caption_justify = "left"
     table.add_column("stage", no_wrap=True)

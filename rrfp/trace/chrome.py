@@ -21,9 +21,11 @@ from itertools import chain, pairwise
 from typing import Any
 
 from rrfp.atomic_files import write_atomically
+from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
 from rrfp.model.plain_graph import graph_to_plain
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Mode, Side, Task
+from rrfp.plain import shown
 from rrfp.trace.breakdown import CAUSE_LABELS, idle_waits
 from rrfp.trace.held import Level, held_levels
 from rrfp.trace.job_data import JOB, TracedJob
@@ -66,6 +68,9 @@ def write_chrome(
     job: TracedJob | None = None,
 ) -> None:
     """Write the steps of one run to a file, replacing its content."""
+    given: object = traces
+    if not isinstance(given, Sequence) or not all(isinstance(each, StepTrace) for each in given):
+        raise ConfigError(f"traces is {shown(traces)}, must be a list with result.trace of each step")
     stages, other = _stages(traces), None if job is None else {JOB: job.to_plain()}
     write_runs(path, [ChromeRun(name, stages, traces, traces[0].start if traces else 0.0, graph)], other)
 
@@ -153,8 +158,6 @@ def _thread(stage: int) -> int:
 
 
 class _Step:
-    """The events of one step."""
-
     def __init__(self, trace: StepTrace, until: float, origin: float, pid: int, graph: TaskGraph | None) -> None:
         self._trace = trace
         self._graph = graph
@@ -266,7 +269,6 @@ class _Step:
 
 
 def _by_name(skipped: Iterable[Skip], graph: TaskGraph) -> dict[str, list[int]]:
-    """The microbatches that skip each virtual stage."""
     plain: dict[str, list[int]] = {}
     for microbatch, v in skipped:
         plain.setdefault(graph.names[v], []).append(microbatch)

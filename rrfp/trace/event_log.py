@@ -38,7 +38,7 @@ from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.plain import number, shown, text, whole
+from rrfp.plain import flag, number, shown, text, whole
 from rrfp.schedules.executed import ExecutedSchedule
 
 FORMAT, VERSION = "rrfp events", 1
@@ -62,7 +62,6 @@ class Recording:
 
     @classmethod
     def of(cls, core: StageCore) -> Recording:
-        """What ``core`` has kept."""
         steps = () if core.history is None else core.history.steps
         hint, forced = core.hint, tuple(sorted(core.in_order))
         return cls(core.graph, core.stage, core.limit, core.group, forced, type(hint).__name__, hint.may_wait, steps)
@@ -172,7 +171,7 @@ def _plain(value: Any) -> Any:
         case Origin():
             return [value.stage, value.task, value.cause, value.rank]
         case ev.Pool():
-            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces], value.lead]
+            return [value.copy, value.copies, [*value.homes], value.depth, [*value.paces], value.is_even]
     return value
 
 
@@ -280,11 +279,11 @@ def _origin(field: str, value: Any) -> Origin:
 
 
 def _pool(field: str, value: Any) -> ev.Pool:
-    copy, copies, homes, depth, paces, lead = value
+    copy, copies, homes, depth, paces, is_even = value
     numbers = (whole(field, each, 0) for each in homes)
     seconds = (number(field, each, 0) for each in paces)
     counts = whole(field, copy, 0), whole(field, copies, 1), (*numbers,), whole(field, depth, 1)
-    return ev.Pool(*counts, (*seconds,), whole(field, lead, 0))
+    return ev.Pool(*counts, (*seconds,), flag(field, is_even))
 
 
 #: How a field of each type is read.

@@ -193,7 +193,6 @@ class Recorder:
         self._cause = None
 
     def waiting(self, cause: WaitCause) -> None:
-        """The lane has nothing to run, because of ``cause``."""
         if self._cause is cause:
             return
         now = self._now()
@@ -218,11 +217,9 @@ class Recorder:
         self._idle_since = end
 
     def sent(self, peer: int, task: Task, num_bytes: int) -> None:
-        """The output of ``task`` was sent to stage ``peer``."""
         self._record(MessageSpan(self._stage, peer, task, self._now(), None, num_bytes))
 
     def arrived(self, peer: int, task: Task, num_bytes: int) -> None:
-        """The output of ``task`` arrived from stage ``peer``."""
         self._record(MessageSpan(peer, self._stage, task, None, self._now(), num_bytes))
 
     def close(

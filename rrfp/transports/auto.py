@@ -113,7 +113,6 @@ def explain() -> str:
 
 
 def log_choice(rank: int, choices: Mapping[int, str]) -> None:
-    """Log the choice for each peer, in one line."""
     by_choice: dict[str, list[str]] = {}
     for peer, choice in choices.items():
         by_choice.setdefault(choice, []).append(str(peer))

@@ -73,6 +73,7 @@ class MessageKind(StrEnum):
     TIE = "tie"  # tensors: a piece of the gradient of a tied parameter, or of the sum of all its copies
     MICROBATCH = "microbatch"  # tensors: what a caller passed for `task`'s microbatch, to the replica that runs it
     COPY = "copy"  # tensors: what a caller passed for `task`'s microbatch (no task: for all), kept by another replica
+    SHARE = "share"  # tensors: what a caller has for a step, to this stage's ranks in the other replicas
     OFFERED = (
         "offered"  # to all copies of a stage: the forward `task` may be claimed (body: copy, the sender's replica)
     )

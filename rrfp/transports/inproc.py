@@ -62,7 +62,6 @@ class PeerEnd:
             self.inbox.put(error)
 
     def fail(self, error: RrfpError, peer: int | None = None) -> None:
-        """Make sends to ``peer``, or to all, raise ``error``."""
         for (rank, _), outbound in self.outbound.items():
             if peer in (None, rank):
                 outbound.window.fail(error)
@@ -87,7 +86,6 @@ class Hub:
             self._ends[key] = end
 
     def find(self, context: TransportContext, rank: int, name: str) -> PeerEnd:
-        """The end of a peer that has joined."""
         with self._lock:
             end = self._ends.get((context.run_id, context.restart, rank))
             if end is None:
@@ -113,7 +111,6 @@ _hubs_lock = threading.Lock()
 
 
 def hub_of(rendezvous: object) -> Hub:
-    """The hub of all ends with this rendezvous."""
     with _hubs_lock:
         return _hubs.setdefault(rendezvous, Hub())
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rrfp.errors import ConfigError
-from rrfp.plugins import Registry, where_defined
+from rrfp.plugins import Registry, made
 from rrfp.transports.base import Transport, TransportContext
 
 #: Makes one rank's transport: a Transport subclass, or any other callable.
@@ -29,6 +29,11 @@ TRANSPORTS: Registry[TransportFactory] = Registry(
 )
 
 
+def allowed_transports() -> str:
+    """What the option may be, for errors."""
+    return f"a factory or one of: {', '.join(TRANSPORTS.names())}"
+
+
 def create_transport(spec: TransportSpec, context: TransportContext) -> Transport:
     """One rank's transport, not started.
 
@@ -41,10 +46,5 @@ def create_transport(spec: TransportSpec, context: TransportContext) -> Transpor
     """
     factory: Any = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
     if not callable(factory):
-        names = ", ".join(TRANSPORTS.names())
-        raise ConfigError(f"transport is {spec!r}, must be a name or a factory; names: {names}")
-    transport = factory(context)
-    if not isinstance(transport, Transport):
-        made = where_defined(type(transport))
-        raise ConfigError(f"transport {spec!r} made an object of type {made}, must make an rrfp Transport")
-    return transport
+        raise ConfigError(f"transport is {spec!r}, must be {allowed_transports()}")
+    return made(Transport, f"transport {spec!r}", factory, context)  # type: ignore[type-abstract]

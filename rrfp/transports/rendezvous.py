@@ -72,6 +72,8 @@ class StoreRendezvous:
     def __init__(self, store: Any, *, run_id: str, restart: int = 0) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
+        #: Whether rank 0's process hosts the store, or the launcher on its host.
+        self.is_of_first_host = False
         self._owner = store  # PrefixStore does not keep a store alive that this process hosts
         self._store: Any = PrefixStore(f"rrfp/{run_id}/{restart}", store)
         #: By loop, since each pipeline may run on one of its own: calls take turns.
@@ -83,9 +85,9 @@ class StoreRendezvous:
     ) -> StoreRendezvous:
         """Connect to the store that torchrun's environment names.
 
-        The default store of an initialised ``torch.distributed`` is used as it is. Otherwise this connects to
-        MASTER_ADDR:MASTER_PORT, where torchrun's agent hosts a store (TORCHELASTIC_USE_AGENT_STORE); without an agent
-        rank 0 hosts one.
+        That is the default store of an initialised ``torch.distributed``, over a connection of its own. Otherwise this
+        connects to MASTER_ADDR:MASTER_PORT, where torchrun's agent hosts a store (TORCHELASTIC_USE_AGENT_STORE);
+        without an agent rank 0 hosts one.
 
         Args:
             topology: its run id and restart count prefix all keys.
@@ -99,10 +101,14 @@ class StoreRendezvous:
             ConfigError: if a variable is missing; the message says how to launch.
             TransportError: if the store does not answer within ``timeout_s`` seconds.
         """
-        store = _default_store()
-        if store is None:
-            store = await _connect(os.environ if environ is None else environ, timeout_s)
-        return cls(store, run_id=topology.run_id, restart=topology.restart)
+        owner = _default_store()
+        if owner is None:
+            store = owner = await _connect(os.environ if environ is None else environ, timeout_s)
+        else:
+            store = await _cloned(owner, timeout_s)
+        rendezvous = cls(store, run_id=topology.run_id, restart=topology.restart)
+        rendezvous._owner, rendezvous.is_of_first_host = owner, True
+        return rendezvous
 
     async def publish(self, key: str, value: bytes) -> None:
         """See `Rendezvous.publish`."""
@@ -171,6 +177,17 @@ def _default_store() -> Any:
     # Private, but torch has no other accessor; where it is missing, `_connect` connects to the same server.
     get = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if get is None else get()
+
+
+async def _cloned(store: Any, timeout_s: float) -> Any:
+    """``store`` over a connection that no wait of torch's, as in ``new_group``, keeps to itself; else as it is."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await in_thread(store.clone)
+    except TimeoutError:
+        raise TransportError(f"the rendezvous store did not take a connection within {timeout_s:g} s") from None
+    except (AttributeError, RuntimeError):  # torch before 2.7, or a store that is written in Python
+        return store
 
 
 async def _connect(environ: Mapping[str, str], timeout_s: float) -> Any:

@@ -57,7 +57,7 @@ def test_every_hint_is_run_within_every_limit_and_the_cells_follow_from_the_runs
         (["--seeds", "0"], "--seeds is 0, must be at least 1"),
         (["--size-error", "-1"], "--size-error is -1.0, must be 0 to 1"),
         (["--profile", "gpt"], "invalid choice: 'gpt' (choose from"),
-        (["--quick", "--latency", "slow"], "latency is 'slow', must be one of none, constant"),
+        (["--quick", "--latency", "slow"], "latency is 'slow', must be one of: none, constant"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(arguments: list[str], message: str) -> None:

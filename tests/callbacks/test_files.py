@@ -84,6 +84,13 @@ def test_impossible_tokens_are_refused(tokens: Any, tmp_path: Path) -> None:
         JsonLines(tmp_path / "metrics", tokens=tokens)
 
 
+@KINDS
+@pytest.mark.parametrize("path", [3, None, "a\0b"])
+def test_what_is_no_path_is_refused(kind: Any, path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^path is .*, must be a path$"):
+        kind(path)
+
+
 def test_a_loss_that_is_no_number_is_null_in_json_and_text_in_csv(tmp_path: Path) -> None:
     for kind in (JsonLines, Csv):
         callback = kind(tmp_path / kind.__name__)

@@ -103,6 +103,16 @@ def test_a_stall_is_shown_until_the_next_step_and_an_abort_stays() -> None:
     assert "aborted by stage 1, task F0@1: ValueError: boom" in text.rsplit("step 2", 1)[1]
 
 
+def test_a_step_without_figures_of_stages_has_no_table() -> None:
+    where = console()
+    run(
+        Progress(console=where), ended(0), ended(1, stages=0, loss=0.25), RunAborted(1003.0, 2, Origin(1, None, "gone"))
+    )
+    last = printed(where).rsplit("step 2", 1)[1].splitlines()
+    assert last[0].split()[:4] == ["loss", "0.25", "250", "ms"]
+    assert last[1] == "aborted by stage 1: gone"
+
+
 @pytest.mark.parametrize("start", [begun(rank=1), begun()], ids=["another rank", "no terminal"])
 def test_it_is_silent_on_another_rank_and_without_a_terminal(start: RunBegun) -> None:
     where = console(terminal=start.topology.rank > 0)
@@ -153,3 +163,9 @@ def test_it_follows_a_real_run() -> None:
 def test_impossible_steps_are_refused(steps: Any) -> None:
     with pytest.raises(ConfigError, match=r"steps is .*, must be a whole number >= 1, or None"):
         Progress(steps)
+
+
+def test_what_is_no_console_is_refused() -> None:
+    wrong: Any = "stderr"
+    with pytest.raises(ConfigError, match=r"console is of type str, must be a rich\.console\.Console, or None"):
+        Progress(console=wrong)

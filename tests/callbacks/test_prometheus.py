@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -86,3 +87,16 @@ def test_a_port_that_is_taken_or_impossible_is_refused() -> None:
             Prometheus(port).check(Topology(0, 2))
     with pytest.raises(ConfigError, match=r"port is 70000, must be a whole number 0\.\.65535"):
         Prometheus(70000)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (3, "address is 3, must be a string that is not empty"),
+        (None, "address is None, must be"),
+        ("\ud800", "cannot listen on port 0 of"),
+    ],
+)
+def test_an_impossible_address_is_refused(address: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Prometheus(0, address=address).check(Topology(0, 1))

@@ -136,7 +136,7 @@ def test_each_fault_is_a_line(case: str) -> None:
         ("plan missing.json --memory much", "memory is 'much', must be a size such as 8GB"),
         ("plan missing.json --out .", ".: cannot be written (is a folder)"),
         ("costs missing.json --step odd", "step is 'odd', must be a step's number or one of: typical, median, mean"),
-        ("costs missing.json --latency odd", "latency is 'odd', must be one of none, constant"),
+        ("costs missing.json --latency odd", "latency is 'odd', must be one of: none, constant"),
         ("costs missing.json --out .", ".: cannot be written (is a folder)"),
     ],
 )

@@ -108,6 +108,12 @@ for line in (
     "check replay missing.jsonl",
     "check transport nope",
     "check lane nope",
+    "demo --steps 0",
+    "demo --hint nope --limit all --transport tcp",
+    "demo --transport inproc",
+    "demo --hint zb-h1",
+    "demo --text missing.txt",
+    "demo --out /dev/null/out",
 ):
     assert CliRunner().invoke(app, line.split()).exit_code == 2, line
     assert "torch" not in sys.modules, line
@@ -119,6 +125,13 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m rrfp.cli hints --json | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)
     assert result.stderr == ""
+
+
+def test_an_output_on_a_full_disk_is_a_line() -> None:
+    command = f"{sys.executable} -m rrfp.cli hints > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)
+    assert result.stderr == "rrfp: the output cannot be written (No space left on device)\n"
+    assert result.returncode == 1
 
 
 INTERRUPTED = """
@@ -284,8 +297,8 @@ def test_check_of_a_transport(name: str) -> None:
 
 def test_check_of_something_that_is_no_transport() -> None:
     result = rrfp("check", "transport", "collections:OrderedDict", "--json")
-    assert result.exit_code == 1
-    assert not json.loads(result.stdout)["ok"]
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "OrderedDict'> must be a factory that is called with (TransportContext): " in result.stderr
 
 
 @pytest.mark.parametrize("secret", [None, "0123456789abcdef" * 2])

@@ -49,7 +49,7 @@ BAD = {
     "absent attribute": (("--hint", "json:X"), "'json' has no attribute 'X'"),
     "no hint": (("--hint", "json:JSONDecoder"), "decoder.py), must be a name"),
     "a module": (("--hint", "os:path"), "hint is of type module, must be a name, or a subclass of rrfp.Hint"),
-    "no factory": (("--hint", "json:loads"), "cannot be made (TypeError"),
+    "no factory": (("--hint", "json:loads"), "loads must be a factory that is called with (): loads() missing"),
     "unknown option": (("--hnt", "bf"), "No such option: --hnt (did you mean --hint?)"),
     "option without value": (("--hint",), "Option '--hint' requires an argument"),
     "extra argument": (("--hint", "bf", "more"), "unexpected extra argument"),
@@ -155,11 +155,11 @@ GOOD_FILE = {
     ("change", "message"),
     [
         ({"stages": 0}, "stages"),
-        ({"placement": "ring"}, "placement is 'ring', must be one of looped, v"),
+        ({"placement": "ring"}, "placement is 'ring', must be one of: looped, v"),
         ({"F": [[1]]}, "F has 1 rows, must have 2"),
         ({"B": [[1], [-1]]}, "B[1][0] is -1.0, must be a finite number >= 0"),
         ({"latency_F": [["1"]]}, "latency_F[0][0]"),
-        ({"colour": 1}, "field 'colour' is unknown, must be one of stages, chunks"),
+        ({"colour": 1}, "field 'colour' is unknown, must be one of: stages, chunks"),
         ({"F": [[1e308], [1e308]]}, "the sum of all times is too large"),
     ],
 )

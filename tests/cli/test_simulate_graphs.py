@@ -45,7 +45,7 @@ def test_skipping_and_visiting_differ() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--graph", "tree"), "graph is 'tree', must be one of chain, branch, colocated"),
+        (("--graph", "tree"), "graph is 'tree', must be one of: chain, branch, colocated"),
         (("--graph", "chain", "--skip"), "skip goes with graph branch or colocated"),
         (("--images", "2"), "images is 2.0, must be a share of microbatches, more than 0 and at most 1"),
         (("--sizes", "planned"), "--sizes goes with --costs"),

@@ -12,6 +12,9 @@ from rrfp.core.events import ChunkReduced
 from rrfp.core.usage import Peaks
 from rrfp.errors import ConfigError
 from rrfp.memory.admission import Limit
+from rrfp.memory.byte_limit import ByteLimit
+from rrfp.memory.held_bytes import HeldBytes
+from rrfp.memory.seen_sizes import SeenSizes
 from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Mode, StepId
 
@@ -214,6 +217,22 @@ def test_a_deeper_chunk_that_holds_nothing_is_admitted_over_the_byte_limit() -> 
     script = Script(TaskGraph.chain(1, chunks=2), microbatches=2, limit=Limit(bytes=10))
     script.ran("F0@0", held=10)
     assert script.ready == "F0@1"
+
+
+@pytest.mark.parametrize(("most", "fits_beside_another"), [(59, False), (119, False), (120, True)])
+def test_a_forward_is_claimed_if_it_fits_beside_what_is_held_and_claimed_or_if_that_is_nothing(
+    most: int, fits_beside_another: bool
+) -> None:
+    """Else another replica may have room for it. Each microbatch is expected to hold 60 bytes."""
+    held, seen = HeldBytes(), SeenSizes(1)
+    seen.saw(0, 60)
+    limit = ByteLimit(most, held, seen, [range(3)], reserve=False, members=1)
+    assert limit.has_room((0, 0), [])
+    assert limit.has_room((0, 1), [(0, 0)]) is fits_beside_another
+    limit.start((0, 0))
+    limit.complete(Kind.F, (0, 0), 60, 0)
+    held.hold((0, 0), 60)
+    assert limit.has_room((0, 1), []) is fits_beside_another
 
 
 def test_in_a_forced_order_the_lowest_microbatch_is_admitted_over_the_byte_limit() -> None:

@@ -110,3 +110,11 @@ def test_a_weight_is_a_number_that_is_not_negative() -> None:
         microbatches([1, -1], cost=abs, weight=lambda sample: sample, budget=4)
     with pytest.raises(ConfigError, match="weight is 1, must be a function of a sample"):
         microbatches([1], cost=abs, weight=1, budget=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("samples", [3, None, iter([1]), {1}, {"a": 1}])
+def test_what_is_no_sequence_of_samples_is_refused(samples: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^samples is .*, must be a list, or another sequence$"):
+        microbatches(samples, cost=len, weight=len, count=1)
+    with pytest.raises(ConfigError, match="padded is 'yes', must be True or False"):
+        formed([1, 2], count=1, padded="yes")

@@ -201,7 +201,7 @@ EVENTS: list[ev.Event] = [
     ev.Offered(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 1), 1),
     ev.Claimed(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 1), 0),
     ev.Granted(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 1), 0),
-    ev.StepOpened(4, Mode.TRAIN, 2, pool=ev.Pool(1, 2, (1, 0), lead=3)),
+    ev.StepOpened(4, Mode.TRAIN, 2, pool=ev.Pool(1, 2, (1, 0), is_even=True)),
     ev.Arrived(StepId(3, Mode.TRAIN, 2), Task(Kind.F, 1, 0), 12, 3),
     ev.Enqueued(Task(Kind.W, 1, 2)),
     ev.Previewed(Task(Kind.F, 0, 0), 12, 0),

@@ -25,8 +25,8 @@ def test_a_task_prints_kind_microbatch_and_virtual_stage() -> None:
     assert str(Task(Kind.F, 3, 5)) == "F3@5"
 
 
-@pytest.mark.parametrize("text", ["", "F3", "X3@5", "f3@5", "F03@5", "F3@5 ", "F-1@0", "F3@٣"])
-def test_text_that_is_no_task_is_refused_and_quoted(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "F3", "X3@5", "f3@5", "F03@5", "F3@5 ", "F-1@0", "F3@٣", 3, None, b"F3@5"])
+def test_text_that_is_no_task_is_refused_and_quoted(text: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         Task.parse(text)
     assert str(caught.value) == f"task {text!r} is not of the form F3@5: F, B or W, microbatch, '@', virtual stage"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,16 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 # torchrun's environment.
+
+
+def test_what_is_no_environment_and_no_list_of_dims_is_refused() -> None:
+    wrong: Any = 3
+    assert refusal(lambda: Topology.from_env(wrong)).startswith("environ is 3, must be a dict such as os.environ")
+    by_dims: Any = {"environ": environment(0, 2), "dims": {"pp": 2}}
+    others: list[dict[str, Any]] = [{"coordinate": 3}, {"reduce": 3}]
+    for wrong_dims in others:
+        assert "is 3, must be a list of names of" in refusal(partial(Topology.from_env, **by_dims, **wrong_dims))
+    assert refusal(lambda: Topology.from_mesh(wrong)) == "mesh is of type int, must be a torch.distributed DeviceMesh"
 
 
 @pytest.mark.parametrize("order", [("pp", "dp", "tp"), ("dp", "pp", "tp"), ("tp", "dp", "pp")])

@@ -67,11 +67,14 @@ def test_only_w_bytes_and_sizes_may_be_missing(field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"G": 1}, "field 'G' is unknown, must be one of stages, chunks, placement, microbatches, F, B, W, latency_F,"),
+        (
+            {"G": 1},
+            "field 'G' is unknown, must be one of: stages, chunks, placement, microbatches, F, B, W, latency_F,",
+        ),
         ({"stages": "2"}, "stages is '2', must be a whole number >= 1"),
         ({"stages": 10**4000, "chunks": 10**4000}, "stages is a number of 13288 bits, must be at most"),
-        ({"placement": None}, "placement is None, must be one of looped, v"),
-        ({"placement": ["v"]}, "placement is ['v'], must be one of looped, v"),
+        ({"placement": None}, "placement is None, must be one of: looped, v"),
+        ({"placement": ["v"]}, "placement is ['v'], must be one of: looped, v"),
         ({"F": {}}, "F must be a list of rows of numbers"),
         ({"W": None}, "W must be a list of rows of numbers"),
         ({"bytes": [[1, 1], [1, -1]]}, "bytes[1][1] is -1.0, must be a finite number >= 0"),
@@ -158,7 +161,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (missing, f"{missing}: cannot be read (No such file or directory)"),
         (tmp_path, f"{tmp_path}: cannot be read (Is a directory)"),
         (binary, f"{binary}: is not JSON (not UTF-8 text)"),
-        ("a\0b", "'a\\x00b': cannot be read (embedded null byte)"),
+        ("a\0b", "path is 'a\\x00b', must be a path"),
         (bad, f"{bad}: fields stages, chunks, placement, microbatches, F, B, latency_F, latency_B are missing"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -166,8 +169,13 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         assert str(caught.value) == message
     with pytest.raises(ConfigError, match=r"cannot be written \(No such file or directory\)$"):
         write_costs(missing, make_costs("llm", 1, 1))
-    with pytest.raises(ConfigError, match=r"cannot be written \(embedded null"):
+    with pytest.raises(ConfigError, match=r"^path is .*, must be a path$"):
         write_costs("a\0b", make_costs("llm", 1, 1))
+    wrong: Any = 3
+    with pytest.raises(ConfigError, match=r"^path is 3, must be a path$"):
+        read_costs(wrong)
+    with pytest.raises(ConfigError, match=r"^table is of type int, must be a CostTable$"):
+        write_costs(missing, wrong)
 
 
 def test_a_trace_is_no_cost_file_and_the_error_names_the_command_that_makes_one() -> None:

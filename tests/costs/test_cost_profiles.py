@@ -179,18 +179,18 @@ def test_golden_digests(arguments: dict[str, Any], digest: str) -> None:
     [
         (
             {"profile": "gpt"},
-            "profile is 'gpt', must be one of llm, mllm, modalities, video, zipf, bimodal, moe, straggler, head",
+            "profile is 'gpt', must be one of: llm, mllm, modalities, video, zipf, bimodal, moe, straggler, head",
         ),
         ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
         ({"microbatches": 2.5}, "microbatches is 2.5, must be a whole number >= 1"),
         ({"chunks": 0}, "chunks is 0, must be a whole number >= 1"),
-        ({"placement": "w"}, "placement is 'w', must be one of looped, v"),
+        ({"placement": "w"}, "placement is 'w', must be one of: looped, v"),
         ({"seed": -1}, "seed is -1, must be a whole number >= 0"),
         ({"step": None}, "step is None, must be a whole number >= 0"),
-        ({"jitter": "J4"}, "jitter is 'J4', must be one of J0, J1, J2, J3"),
+        ({"jitter": "J4"}, "jitter is 'J4', must be one of: J0, J1, J2, J3"),
         (
             {"latency": "slow"},
-            "latency is 'slow', must be one of none, constant, constant:SECONDS, wire, spike, bimodal",
+            "latency is 'slow', must be one of: none, constant, constant:SECONDS, wire, spike, bimodal",
         ),
     ],
 )
@@ -214,5 +214,5 @@ def test_microbatches_of_equal_costs_have_equal_sizes() -> None:
 
 
 def test_sizes_refuse_what_costs_refuse() -> None:
-    with pytest.raises(ConfigError, match="profile is 'gpt', must be one of llm, mllm, modalities, video"):
+    with pytest.raises(ConfigError, match="profile is 'gpt', must be one of: llm, mllm, modalities, video"):
         microbatch_sizes("gpt", 2, 2)

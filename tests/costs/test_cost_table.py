@@ -42,7 +42,7 @@ def test_unsplit_merges_backward_and_keeps_the_rest() -> None:
     assert merged.duration("B", 0, 1) == 4.5
     assert merged.to_unsplit() is merged
     assert np.array_equal(merged.work(), table().work())
-    with pytest.raises(ConfigError, match="kind is 'W', must be one of F, B"):
+    with pytest.raises(ConfigError, match="kind is 'W', must be one of: F, B"):
         merged.duration("W", 0, 0)
 
 
@@ -52,7 +52,7 @@ def test_unsplit_merges_backward_and_keeps_the_rest() -> None:
         ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
         ({"chunks": True}, "chunks is True, must be a whole number >= 1"),
         ({"microbatches": 3.0}, "microbatches is 3.0, must be a whole number >= 1"),
-        ({"placement": "V"}, "placement is 'V', must be one of looped, v"),
+        ({"placement": "V"}, "placement is 'V', must be one of: looped, v"),
         ({"forward": [[1, 2, 3]]}, "F has 1 rows, must have 2 (stages x chunks)"),
         ({"backward": [[1, 2, 3], [1, 2]]}, "B[1] has 2 entries, must have 3 (one a microbatch)"),
         ({"weight": [[1, 2, 3], 7]}, "W[1] must be a list of 3 numbers (one a microbatch)"),

@@ -56,7 +56,7 @@ def test_a_file_returns_the_same_table(costs: CostTable) -> None:
     ("changes", "message"),
     [
         ({"edges": ["vision - lm.0"]}, "edges[0] is 'vision - lm.0', must be 'NAME -> NAME'"),
-        ({"edges": ["image -> lm.0"]}, "edges[0] names 'image', must be one of vision, audio, lm.0, lm.1"),
+        ({"edges": ["image -> lm.0"]}, "edges[0] names 'image', must be one of: vision, audio, lm.0, lm.1"),
         (
             {"edges": ["lm.1 -> lm.0"]},
             "edges[0] is 'lm.1 -> lm.0', must lead to a later one of virtual_stages",
@@ -75,7 +75,7 @@ def test_a_file_returns_the_same_table(costs: CostTable) -> None:
         ({"placement": [0, 1, 1, 3]}, "placement[3] is 3, must be a whole number 0..2"),
         ({"placement": [0, 1, 1, 1]}, "placement has no virtual stage on stage 2, must have one on each of 3"),
         ({"placement": "looped"}, "placement is 'looped', must be a list of stages, one for each of virtual_stages"),
-        ({"skipped": {"image": [1]}}, "skipped names 'image', must be one of vision, audio, lm.0, lm.1"),
+        ({"skipped": {"image": [1]}}, "skipped names 'image', must be one of: vision, audio, lm.0, lm.1"),
         ({"skipped": {"vision": [2]}}, "skipped['vision'] is 2, must be a whole number 0..1"),
         ({"skipped": [[0]]}, "skipped is [[0]], must be an object: NAME -> list of microbatches"),
         ({"F": [[1, 0]]}, "F has 1 rows, must have 4 (one a virtual stage)"),
@@ -83,7 +83,7 @@ def test_a_file_returns_the_same_table(costs: CostTable) -> None:
         ({"latency_F": [[1, 0]]}, "latency_F has 1 rows, must have 4 (one an edge)"),
         (
             {"chunks": 1},
-            "field 'chunks' is unknown, must be one of stages, microbatches, virtual_stages, placement, edges, "
+            "field 'chunks' is unknown, must be one of: stages, microbatches, virtual_stages, placement, edges, "
             "skipped, F, B, W, latency_F, latency_B, bytes, sizes",
         ),
     ],

@@ -76,7 +76,7 @@ def test_durations_are_left_alone() -> None:
 
 @pytest.mark.parametrize("model", ["", "fast", "wire:1", "none:"])
 def test_unknown_models_are_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=f"^latency is '{model}', must be one of none, constant, constant:SECONDS"):
+    with pytest.raises(ConfigError, match=f"^latency is '{model}', must be one of: none, constant, constant:SECONDS"):
         drawn(model)
 
 

@@ -80,11 +80,11 @@ def test_split_tables_agree_with_whole_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"graph": "tree"}, "graph is 'tree', must be one of chain, branch, colocated"),
+        ({"graph": "tree"}, "graph is 'tree', must be one of: chain, branch, colocated"),
         ({"images": 0}, "images is 0, must be a share of microbatches, more than 0 and at most 1"),
         ({"sounds": 1.5}, "sounds is 1.5, must be a share of microbatches, more than 0 and at most 1"),
         ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
-        ({"latency": "x"}, "latency is 'x', must be one of none, constant, constant:SECONDS, wire, spike, bimodal"),
+        ({"latency": "x"}, "latency is 'x', must be one of: none, constant, constant:SECONDS, wire, spike, bimodal"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:

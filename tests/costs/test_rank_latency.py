@@ -96,7 +96,7 @@ def test_bad_cubes_are_refused(forward: np.ndarray, backward: np.ndarray, messag
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="latency is 'fast', must be one of none, constant, constant:SECONDS, wire, spike, bimodal, shuffled",
+        match="latency is 'fast', must be one of: none, constant, constant:SECONDS, wire, spike, bimodal, shuffled",
     ):
         rank_latencies(SPIKY, "fast", 2)
     with pytest.raises(ConfigError, match="tp is 0, must be a whole number >= 1"):

@@ -53,7 +53,10 @@ def test_rows_of_hints_are_named_so_that_files_can_be() -> None:
 WRONG = [
     ({"hint": "nope", "limit": "all", "transport": "tcp"}, ["hint is 'nope'", "limit is 'all'", "transport is 'tcp'"]),
     ({"stages": 9, "steps": 0, "hint": "json:nope"}, ["stages is 9", "steps is 0", "'json' has no attribute 'nope'"]),
-    ({"hint": "zb-h1"}, ["split is False, must be True for the schedule 'zb-h1'"]),
+    (
+        {"hint": "zb-h1"},
+        ["schedule zb-h1 takes 1 chunk a stage, split backward; the graph has unsplit backward (--split splits it)"],
+    ),
     ({"hint": "bf,no/such.py:X"}, ["cannot import 'no/such.py'"]),
     ({"hint": "a:X,b:X"}, ["hint is 'a:X,b:X', must give each hint another name than 'X'"]),
     ({"transport": "inproc"}, ["transport is 'inproc', must connect processes, as auto, shm and zmq do"]),

@@ -20,7 +20,10 @@ def take() -> None:
         os.chdir(folder)
         paths = [write(Path("1f1b.json"), "bf", "1f1b"), write(Path("default.json"), "slot-aware-pyramid", "2n")]
         assert rrfp("report", *paths, "-o", "report.html").exit_code == 0
-        browser.open(Path("report.html").resolve(), width=1300, height=860)
+        browser.open(Path("report.html").resolve(), width=1300)
+        end = browser.run("Math.ceil(document.querySelector('#panels section .pair').getBoundingClientRect().bottom)")
+        browser.resize(1300, end + 8)
+        browser.settle()
         task = browser.run("report.locate(0, 'B4@1')")
         browser.mouse("mouseMoved", (task["left"] + task["right"]) / 2, task["y"])
         browser.settle()

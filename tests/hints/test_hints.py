@@ -269,6 +269,14 @@ def test_something_that_is_no_hint_is_refused() -> None:
     assert str(caught.value) == "hint is of type int, must be a name, or a subclass of rrfp.Hint or its instance"
 
 
+def test_a_class_that_asks_for_arguments_is_refused() -> None:
+    class Wide(BackwardForward):
+        def __init__(self, width: int) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Wide must be a factory that is called with \(\): .*argument: 'width'"):
+        create_hint(Wide)  # type: ignore[arg-type]
+
+
 def test_an_object_that_is_no_hint_is_refused_before_it_is_copied() -> None:
     with pytest.raises(ConfigError, match=r"^hint is of type module, must be a name, or a subclass of rrfp\.Hint"):
         create_hint(pytest)  # type: ignore[arg-type]  # a module cannot be copied

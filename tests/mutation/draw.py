@@ -40,9 +40,10 @@ class Mutant:
 
 
 def mutants_of(tree: Path, packages: Sequence[str]) -> Iterator[Mutant]:
-    """Every change to the packages."""
+    """Every change to the packages, or files."""
     for package in packages:
-        for path in sorted((tree / package).rglob("*.py")):
+        at = tree / package
+        for path in [at] if at.is_file() else sorted(at.rglob("*.py")):
             for change in changes(path.read_text()):
                 yield Mutant(str(path.relative_to(tree)), change)
 

@@ -89,6 +89,12 @@ def test_a_draw_is_the_same_for_the_same_seed_and_moves_little_with_the_code() -
     assert len(kept) > 280
 
 
+def test_every_listed_survivor_is_still_a_change_to_the_code() -> None:
+    listed = known_survivors()
+    files = sorted({file for file, *_ in listed})
+    assert {*listed} <= {mutant.key for file in files for mutant in mutants_of(TREE, [file])}
+
+
 def test_the_list_of_survivors_is_read_and_each_has_a_reason(tmp_path: Path) -> None:
     assert all(known_survivors().values())
     path = tmp_path / "survivors.toml"
@@ -106,6 +112,8 @@ def test_the_quickest_tests_of_a_line_are_asked_first_and_those_of_the_file_wher
     assert told.tests("x.py", range(3, 4)) == ["a"]
     assert told.tests("x.py", range(1, 2)) == ["b", "a"]
     assert told.tests("y.py", range(1, 2)) == []
+    named = CoverageMap({"tests/test_x.py::a": 2.0, "b": 0.1, "c": 0.2}, {"rrfp/x.py": {1: ["b"]}})
+    assert named.tests("rrfp/x.py", range(1, 2)) == ["tests/test_x.py::a", "b"], "the file's own tests first"
     imported = CoverageMap({"a": 2.0, "b": 0.1}, {"x.py": {1: []}})
     assert imported.tests("x.py", range(1, 2)) == ["b", "a"]
 

@@ -193,6 +193,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "deep": ({}, {"version": nested(1000)}, "state: version is [[[[[["),
     "finite": ({}, {"measured": [measured(math.nan)]}, "state: seconds is nan, must be at least 0 and finite"),
     "least": ({}, {"step": -1}, "state: step is -1, must be at least 0"),
+    "most": ({}, {"step": 2**63}, "state: step is 9223372036854775808, must be at least 0 and finite"),
+    "tensor": ({}, {"version": torch.ones(2)}, "state: version is tensor([1., 1.]), must be 1"),
     "unknown": ({}, {"steps": 1}, "is no record of version, step"),
 }
 

@@ -72,7 +72,7 @@ def batch_of(rank: int, number: int, sizes: Sequence[int] | None = None) -> dict
     own = [torch.full((rows[m],), 100.0 * number + 10 * replica + m) for m in range(count)]
     if stage == 0:
         return {"inputs": own, "kwargs": [{"more": m / 8} for m in range(count)]}
-    return {"targets": own, "weights": [1.0 + m for m in range(count)]}
+    return {"targets": own, "weights": [(1.0 + m) / 16 for m in range(count)]}
 
 
 def programs(slow: float = SLOW_S) -> list[Counts]:

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,25 @@ def finishes(training: Training, victim: int) -> Any:
     return result.loss, result.losses, result.lost, gradients, parameters, str(path), step, str(result)
 
 
+def saves_a_trace(training: Training, victim: int) -> Any:
+    """Train; the victim dies before the others save a trace, twice, and a checkpoint."""
+    path, told = training.folder / "trace.json", []
+    with training.pipeline as pipe:
+        for number in range(LAST):
+            training.step(pipe, number)
+            training.update()
+        if training.place.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            try:
+                pipe.save_trace(path)
+            except rrfp.RrfpError as error:
+                told.append((type(error).__name__, str(error)))
+        rrfp.checkpoint.save(training.folder / "saved", training.named, training.optimizer, pipe=pipe)
+        step = pipe.state_dict()["step"]
+    return told, step, path.exists()
+
+
 def awaits(training: Training) -> str:
     """Enter the pipeline in a coroutine."""
 
@@ -254,23 +273,27 @@ def clips_and_scales(training: Training, victim: int) -> Any:
     return result.lost, norm, gradients
 
 
-def dies_in_the_roll_call(training: Training, victim: int, second: int, when: str) -> Any:
-    """As `finishes`; a second rank dies meanwhile, ``when`` it does something."""
+def dies_in_the_roll_call(training: Training, victim: int, seconds: Sequence[int], when: str) -> Any:
+    """As `finishes`; further ranks die meanwhile, ``when`` they do something."""
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def die_in_a_task(*_: Any) -> None:
         training.module.register_forward_hook(die)
 
+    def die_in_a_group(*_: Any) -> None:
+        dist.new_group = die
+
     owner, method, action = {
         "deciding": (RollCall, "_others", die),
         "beginning": (StepSnapshot, "restore", die),
         "running": (StepSnapshot, "restore", die_in_a_task),
+        "grouping": (StepSnapshot, "restore", die_in_a_group),
         "done": (RollCall, "publish_end", die),
         "meeting": (Survivors, "pass_gradients", die),
     }[when]
-    if training.place.rank == second:
+    if training.place.rank in seconds:
         setattr(owner, method, action)
     return finishes(training, victim)
 

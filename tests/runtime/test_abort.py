@@ -55,6 +55,24 @@ async def test_a_waiting_caller_gets_the_first_of_two_failures_that_come_before_
     await abort.close_transport()
 
 
+async def test_a_caller_that_is_cancelled_when_a_failure_comes_stays_cancelled() -> None:
+    """Otherwise its own timeout or task group would take it for one that goes on."""
+    abort = await controller([])
+
+    async def for_ever() -> None:
+        async with abort.during("the step"):
+            await asyncio.get_running_loop().create_future()
+
+    waiting = asyncio.create_task(for_ever())
+    await asyncio.sleep(0)
+    abort.fail(ValueError("first"))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert waiting.cancelled()
+    await abort.close_transport()
+
+
 async def test_a_failure_that_a_call_has_raised_is_not_raised_again_by_leaving() -> None:
     abort = await controller([])
     abort.fail(ValueError("first"))

@@ -214,6 +214,7 @@ def test_a_refused_call_leaves_the_pipeline_usable() -> None:
         pipe.step(rows, targets)
         with pytest.raises(ConfigError, match="max_norm is -1"):
             pipe.clip_grad_norm_(-1.0)
+        pipe.clip_grad_norm_(math.inf, 10**30)  # an integer beyond 64 bits
         assert pipe.clip_grad_norm_(1.0) > 0.0
         module.zero_grad()
         assert pipe.clip_grad_norm_(1.0) == 0.0

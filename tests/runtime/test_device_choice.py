@@ -175,3 +175,15 @@ def test_ranks_may_have_different_devices_and_the_first_one_says_its_own(caplog:
 
 def test_tasks_draw_from_the_generators_of_cuda_devices_only() -> None:
     assert generator_devices(None) == generator_devices(HostDevice()) == ()
+
+
+@pytest.mark.parametrize(
+    ("lane", "message"),
+    [
+        (lambda stage: 3, r"lane made an object of type int, must make an rrfp Lane"),
+        (lambda: ThreadLane(), r"lane must be a factory that is called with \(int\): .* takes 0 positional arguments"),
+    ],
+)
+def test_what_is_no_lane_is_refused(lane: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message), rrfp.local([nn.Linear(2, 2)], lane=lane):
+        pass

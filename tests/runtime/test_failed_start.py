@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,12 @@ from fork_server import fork_server
 from runtime.starting import SETTINGS, Fragile, Ranks, foreign
 from runtime.test_poisoned_store import SECRET
 
-from rrfp import timeouts
+from rrfp import Topology, timeouts
+from rrfp.errors import ConfigError, Origin, PipelineAborted, TransportError
+from rrfp.host import ProcessIdentity
+from rrfp.runtime import records
+from rrfp.runtime.start.failed_start import FailedStart, FailedStarts
+from rrfp.transports.rendezvous import LocalRendezvous
 
 __all__ = ["fork_server"]
 
@@ -78,10 +84,6 @@ def test_a_loss_in_ddp_is_refused_by_its_name(ranks: Ranks) -> None:
 
 
 def test_a_text_of_another_program_is_bounded_and_printable(ranks: Ranks) -> None:
-    from rrfp.host import ProcessIdentity
-    from rrfp.runtime import records
-    from rrfp.runtime.start.failed_start import FailedStart
-
     reason = "\x1b[2J" + "x" * 10_000
     value = records.pack(FailedStart(1, reason, ProcessIdentity("nowhere", 1)))
     foreign(ranks.port).set("failed/job/0/0", value)
@@ -92,3 +94,40 @@ def test_a_text_of_another_program_is_bounded_and_printable(ranks: Ranks) -> Non
     assert end.text.startswith("stage 1 says, through the store: ?[2Jxxx")
     assert len(end.text) < 3000
     assert end.at - since < timeouts.CONNECT_S
+
+
+def failed_starts_of_two(met: LocalRendezvous) -> list[FailedStarts]:
+    """Those of two ranks that meet in this process."""
+
+    async def meet(timeout_s: float) -> LocalRendezvous:
+        return met
+
+    return [FailedStarts(Topology(rank, 2), "job", meet, None) for rank in range(2)]
+
+
+def test_what_fails_before_there_is_a_loop_ends_the_start_of_the_others() -> None:
+    first, second = failed_starts_of_two(LocalRendezvous())
+
+    async def start() -> None:
+        await second.meet(1.0)
+        async with asyncio.timeout(10):
+            await asyncio.get_running_loop().create_future()
+
+    first.report_now(ConfigError("seed is 0.5"))
+    with pytest.raises(TransportError, match=r"^stage 0 says, through the store: ConfigError: seed is 0\.5$"):
+        asyncio.run(second.unless_reported(start()))
+
+
+async def test_a_failure_that_travelled_over_the_transport_is_raised_and_not_reported_again() -> None:
+    first, _ = failed_starts_of_two(met := LocalRendezvous())
+    aborted = PipelineAborted(Origin(1, None, "ValueError: second"))
+
+    async def start() -> None:
+        await first.meet(1.0)
+        raise aborted
+
+    with pytest.raises(PipelineAborted) as caught:
+        await first.unless_reported(start())
+    assert caught.value is aborted
+    with pytest.raises(TransportError, match="failed/job/0"):
+        await met.lookup("failed/job/0", 0.0)

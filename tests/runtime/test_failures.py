@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from runtime.ranks import SOON_S, ThreadedRanks, step, two_steps
@@ -16,6 +18,7 @@ from torch import nn
 
 import rrfp
 from rrfp import Topology
+from rrfp.compute import tracebacks
 from rrfp.errors import Origin, PipelineAborted, TransportError
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.runtime.abort import MAX_CAUSE, failure_of
@@ -44,6 +47,23 @@ def test_a_stage_that_raises_is_named_on_every_rank(count: int, kind: str) -> No
     assert cause is not None
     first = traceback.extract_tb(cause.__traceback__)[0]
     assert not Path(first.filename).is_relative_to(Path(rrfp.__file__).parent)  # the runtime's frames are cut off
+
+
+def test_under_torchrun_only_the_rank_at_fault_prints_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr(tracebacks, "_logged", WeakSet[Any]())
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored afterwards
+    modules: list[nn.Module] = [*stages(1), Bomb(fail_at(0, Trap("out of luck")))]
+    errors = [outcome.abort for outcome in ThreadedRanks(modules, step).join()]
+    printed = []
+    for error in errors:
+        sys.excepthook(type(error), error, error.__traceback__)
+        printed.append(capsys.readouterr().err)
+    assert printed[0] == ""
+    assert "Trap: out of luck" in printed[1]
+    assert [line.split(": ")[0] for line in caplog.messages] == ["stage 0 ends"]
 
 
 def test_user_code_that_raises_between_steps_ends_every_rank() -> None:

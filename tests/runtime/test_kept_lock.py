@@ -174,6 +174,19 @@ print("goes on", flush=True)
     assert "in keep_the_lock" in errors
 
 
+def test_a_beat_that_is_not_late_is_waited_for_and_does_not_count_as_missed() -> None:
+    """The next one is due in a second, and 1.6 s without any are too many; it ends after half a second."""
+    out, errors = ended("""
+watch = LockWatch("stage 0", 1.0, 1.6)
+watch.beat(0)
+for _ in range(50):
+    time.sleep(0.01)  # this thread runs every now and then
+watch.close()
+print("ends")
+""")
+    assert (out, errors) == ("ends\n", "")
+
+
 def test_on_another_system_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     watch = LockWatch("stage 0", 1.0, 1.0)

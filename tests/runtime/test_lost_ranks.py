@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 import torch
 from batches import long
 from fork_server import fork_server  # noqa: F401 - a fixture
+from pipeline.notes import Notes
 from runtime import lost_ranks
 from runtime.lost_ranks import LAST, LostRanks, expected
 from runtime.toys import TOLERANCE, Ones
 
 import rrfp
+from rrfp.callbacks import Csv
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.errors import ConfigError, Origin, RankLostError
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.lost_rank.roll_call import Decision, RollCall, RollCallAnswer
+from rrfp.pipeline.lost_rank.watch import SurvivorWatch
 from rrfp.pipeline.options import complete
 from rrfp.testing.clock import run_virtual
 from rrfp.transports.rendezvous import LocalRendezvous
@@ -34,11 +38,23 @@ def close(left: list[Any], right: list[torch.Tensor]) -> bool:
     )
 
 
-#: A second rank that dies, of which replica 1 is broken, and when; see `lost_ranks.dies_in_the_roll_call`.
+#: Further ranks that die behind the last one, of so many replicas, when (see `lost_ranks.dies_in_the_roll_call`), and
+#: whether rank 0 hosts the store.
 SECOND = [
-    (0, "running"),
-    *(long(*each) for each in [(0, "deciding"), (0, "beginning"), (2, "running"), (0, "done"), (1, "meeting")]),
+    ((0,), 2, "running", False),
+    long((0,), 2, "running", True),
+    ((3,), 3, "grouping", True),  # in the smaller pipeline, with rank 4
+    long((0, 2), 2, "beginning", False),  # nobody is left to run the step
+    *(long((0,), 2, when, False) for when in ("deciding", "beginning", "done", "grouping")),
+    long((2,), 2, "running", False),
+    long((2,), 2, "grouping", True),  # with all that are left
+    long((1,), 2, "grouping", True),
+    long((1,), 2, "meeting", False),
 ]
+
+
+#: What a call of all ranks says when rank 2 was lost before.
+NO_MORE = "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
 
 
 def strike(ranks: LostRanks, *victims: int) -> dict[int, Any]:
@@ -66,6 +82,23 @@ def check_finished(values: dict[int, Any], lost: tuple[int, ...], replicas: int,
         assert text.startswith(f"step {LAST}, loss ")
 
 
+def check_told(folder: Path, values: dict[int, Any]) -> None:
+    """Callbacks of the ranks that are left have seen the step end, and then the loss."""
+    for rank, value in values.items():
+        told = [line.split() for line in (folder / str(rank)).read_text().splitlines() if not line.startswith("stall")]
+        steps = [(method, str(step)) for step in range(LAST + 1) for method in ("step_begun", "step_ended")]
+        behind = str(LAST + 1)
+        assert [(method, step) for method, step, _ in told] == [
+            ("run_begun", "0"), *steps, ("aborted", behind), ("run_ended", behind),
+        ]  # fmt: skip
+        assert float(told[-3][2]) == value[0]
+    with (folder / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(LAST + 1)]
+    assert (rows[-1]["loss"], rows[-1]["compute/stage1"]) == (str(values[0][0]), "")
+    assert float(rows[-1]["seconds"]) > 0
+
+
 def check_resumed(folder: Path, replicas: int) -> None:
     """A new job goes on from the checkpoint as if nothing had happened."""
     for each in ("store", "gloo"):
@@ -82,12 +115,15 @@ def check_resumed(folder: Path, replicas: int) -> None:
 
 @pytest.mark.parametrize("victim", [long(0), long(1), long(2), 3])
 def test_the_others_finish_the_step_and_a_new_job_goes_on(victim: int, tmp_path: Path) -> None:
-    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim)
+    callbacks = [Notes(folder=tmp_path), Csv(tmp_path / "rows.csv")]
+    ranks = LostRanks(tmp_path, lost_ranks.finishes, victim, callbacks=callbacks)
     try:
-        check_finished(strike(ranks, victim), (victim,), 2)
+        values = strike(ranks, victim)
     finally:
         ranks.kill()
+    check_finished(values, (victim,), 2)
     if victim == 3:
+        check_told(tmp_path, values)
         check_resumed(tmp_path, 2)
 
 
@@ -123,7 +159,7 @@ def test_both_ranks_of_a_replica_may_be_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("when", "steps"), [("before", LAST), long("behind", LAST + 1)])
 def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, tmp_path: Path) -> None:
     victim = 2
-    ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when)
+    ranks = LostRanks(tmp_path, lost_ranks.trains_until_lost, victim, when, callbacks=[Notes(folder=tmp_path)])
     try:
         values = ranks.values({0, 1, 3})
     finally:
@@ -132,7 +168,24 @@ def test_between_steps_the_others_save_what_is_complete(when: str, steps: int, t
         assert step == steps, told
         assert told == "lost" or told.startswith("rank 2 lost (")
         assert close(parameters, expected(2, steps)[-1][-1][rank // 2])
-        assert refused == "rank 2 was lost, and no step follows: save a checkpoint with pipe=pipe, and end"
+        assert refused == NO_MORE
+        events = [line.split()[:2] for line in (tmp_path / str(rank)).read_text().splitlines()]
+        assert events[-2:] == [["aborted", str(steps)], ["run_ended", str(steps)]]
+
+
+def test_a_trace_of_all_ranks_is_refused_and_the_others_save(tmp_path: Path) -> None:
+    ranks = LostRanks(tmp_path, lost_ranks.saves_a_trace, 2)
+    try:
+        values = ranks.values({0, 1, 3})
+    finally:
+        ranks.kill()
+    for (lost, refused), step, is_there in values.values():
+        assert lost[0] == "RankLostError"
+        assert lost[1].startswith("rank 2 lost (")
+        assert "A trace is of all ranks. Training steps before 2 are complete" in lost[1]
+        assert refused == ("RrfpError", NO_MORE)
+        assert (step, is_there) == (LAST, False)
+    assert rrfp.checkpoint.latest(tmp_path / "saved") is not None
 
 
 def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: Path) -> None:
@@ -148,18 +201,23 @@ def test_gradients_are_clipped_and_unscaled_among_those_that_are_left(tmp_path: 
     assert abs(total**0.5 - 0.01) < 1e-6
 
 
-@pytest.mark.parametrize(("second", "when"), SECOND)
-def test_a_second_loss_meanwhile_ends_the_job_by_name(second: int, when: str, tmp_path: Path) -> None:
-    ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, 3, second, when, connect_timeout=5.0)
+@pytest.mark.parametrize(("others", "replicas", "when", "hosted"), SECOND)
+def test_a_further_loss_meanwhile_ends_the_job_by_name(
+    others: tuple[int, ...], replicas: int, when: str, hosted: bool, tmp_path: Path
+) -> None:
+    victim = 2 * replicas - 1
+    options: dict[str, Any] = {"replicas": replicas, "hosted": hosted}
+    ranks = LostRanks(tmp_path, lost_ranks.dies_in_the_roll_call, victim, others, when, **options)
     try:
-        assert ranks.hear(3) == "here"
-        assert ranks.hear(2) == "copied"
-        ranks.strike(3)
-        ends = [ranks.end(rank) for rank in {0, 1, 2} - {second}]
+        assert ranks.hear(victim) == "here"
+        assert ranks.hear(ranks.holder(victim)) == "copied"
+        ranks.strike(victim)
+        ends = [ranks.end(rank) for rank in {*range(victim)} - {*others}]
     finally:
         ranks.kill()
     for end in ends:
-        assert (end.error, end.culprit) == ("PipelineAborted", second), end
+        assert end.error == "PipelineAborted", end
+        assert end.culprit in others, end
 
 
 def test_with_the_host_of_the_store_the_job_ends_by_its_name(tmp_path: Path) -> None:
@@ -306,6 +364,16 @@ class TestRollCall:
         assert late_one.origin.rank == 0
         assert "was taken for lost by the other ranks" in str(late_one)
 
+    def test_it_names_itself_also_if_it_takes_for_lost_who_has_decided(self) -> None:
+        async def late() -> list[Decision | BaseException]:
+            met = LocalRendezvous()
+            await self.hold(met, {0: 3, 1: 3, 2: 3})
+            return await self.hold(met, {3: 0})
+
+        (late_one,) = run_virtual(late())
+        assert isinstance(late_one, rrfp.PipelineAborted)
+        assert late_one.origin.rank == 3
+
     def test_nor_does_one_that_answers_together_with_the_others(self) -> None:
         stopped, *others = run_virtual(self.hold(LocalRendezvous(), {0: 1, 1: 0, 2: 0, 3: 0}))
         assert others == [Decision((1, 2, 3), (0,), 5, "", (1,))] * 3
@@ -323,6 +391,58 @@ class TestRollCall:
         assert isinstance(late_one, rrfp.PipelineAborted)
         assert late_one.origin.rank == 0
         assert "did not answer in the roll call after a loss in time" in str(late_one)
+
+
+class Muted(LocalRendezvous):
+    """Of a rank that falls silent."""
+
+    def __init__(self, met: LocalRendezvous) -> None:
+        self._met = met
+        self.is_silent = False
+
+    async def publish(self, key: str, value: bytes) -> None:
+        if not self.is_silent:
+            await self._met.publish(key, value)
+
+    async def lookup(self, key: str, timeout_s: float) -> bytes:
+        return await self._met.lookup(key, timeout_s)
+
+
+class TestSurvivorWatch:
+    """Three ranks that are left, of two stages by two replicas, in one process."""
+
+    def of(self, rank: int, met: LocalRendezvous) -> SurvivorWatch:
+        place = rrfp.Topology.at(rank, Mesh((("pp", 2), ("dp", 2))))
+        return SurvivorWatch(RollCall(place, "run", None, met), (0, 1, 3), place)
+
+    def test_all_learn_which_one_is_lost(self) -> None:
+        async def run() -> list[Any]:
+            met = LocalRendezvous()
+            muted = Muted(met)
+            watches = [self.of(0, met), self.of(1, met), self.of(3, muted)]
+            await asyncio.sleep(60.0)
+            assert [watch.origin for watch in watches] == [None] * 3
+            muted.is_silent = True
+            waits = [watch.unless_lost(asyncio.sleep(1e6)) for watch in watches]
+            return await asyncio.gather(*waits, return_exceptions=True)
+
+        for found in run_virtual(run()):
+            assert isinstance(found, rrfp.PipelineAborted)
+            assert (found.origin.stage, found.origin.rank) == (1, 3)
+
+    def test_who_leaves_is_not_lost_and_the_rank_behind_it_is_watched_on(self) -> None:
+        async def run() -> list[Any]:
+            met = LocalRendezvous()
+            muted = Muted(met)
+            first, leaving, last = self.of(0, met), self.of(1, met), self.of(3, muted)
+            await asyncio.sleep(10.0)
+            await leaving.leave()
+            await asyncio.sleep(60.0)
+            assert (first.origin, last.origin) == (None, None)
+            muted.is_silent = True
+            return [(await first.loss()).origin.rank, leaving.origin]
+
+        assert run_virtual(run()) == [3, None]
 
 
 def test_a_lane_that_does_not_say_that_it_is_over_is_named_and_not_waited_for_without_end() -> None:

@@ -106,6 +106,40 @@ def test_a_hint_that_raises_while_it_listens_is_named_on_every_rank(hint: rrfp.H
         assert outcome.abort.origin.cause == cause
 
 
+class Unsized(Ones):
+    """Cannot say how large a forward is."""
+
+    def __init__(self, **said: Any) -> None:
+        self.said = said
+
+    def _say(self, method: str) -> Any:
+        if isinstance(value := self.said.get(method), Exception):
+            raise value
+        return value
+
+    def signature(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> Any:
+        return self._say("signature")
+
+    def input_bytes(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> int | None:
+        size: int | None = self._say("input_bytes")
+        return size
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ({"signature": Trap("unknown")}, "signature of F0@1 raised Trap: unknown"),
+        ({"signature": []}, "signature of F0@1 raised TypeError: "),
+        ({"input_bytes": Trap("unknown")}, "input_bytes of F0@1 raised Trap: unknown"),
+    ],
+)
+def test_a_program_that_cannot_say_how_large_a_forward_is_is_named(said: dict[str, Any], cause: str) -> None:
+    programs: Any = [Ones(), Unsized(**said)]
+    for outcome in ThreadedRanks(programs, step, limit=rrfp.Limit(bytes=100)).join():
+        assert outcome.abort.origin.stage == 1
+        assert outcome.abort.origin.cause.startswith(f"StageError: Unsized.{cause}")
+
+
 class Hearing(Choosing):
     """Its `observe` raises when an input arrives, which is where the transport reads its sockets."""
 

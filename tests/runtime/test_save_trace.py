@@ -30,7 +30,12 @@ def only_run(path: Path) -> TracedRun:
 
 
 def clocks(path: Path) -> Any:
-    return json.loads(path.read_text())["otherData"]["clocks"]
+    return written_beside(path)["clocks"]
+
+
+def written_beside(path: Path) -> Any:
+    """What the file has beside the steps."""
+    return json.loads(path.read_text())["otherData"]
 
 
 def test_each_ranks_steps_are_in_one_file_with_the_numbers_that_results_have(tmp_path: Path) -> None:
@@ -62,6 +67,7 @@ def test_each_ranks_steps_are_in_one_file_with_the_numbers_that_results_have(tmp
         assert all(message.arrived is not None for message in step.messages)
     [clock] = clocks(path)
     assert (clock["ranks"], clock["seconds"], clock["error_s"]) == ([0, 1, 2], 0, 0)
+    assert written_beside(path)["job"]["takes_offers"] is True  # as lanes on a CPU do
 
 
 def test_only_the_newest_steps_are_kept_and_saved(tmp_path: Path) -> None:

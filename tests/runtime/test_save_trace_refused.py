@@ -26,8 +26,8 @@ from rrfp.runtime.trace_saver import TraceOffer, _refusal
         ({"path": b"trace"}, "path is b'trace', must be the name of a file"),
         ({"steps": 0}, "steps is 0, must be a whole number >= 1, or None"),
         ({"steps": True}, "steps is True, must be a whole number >= 1, or None"),
-        ({"replica": 1}, r"replica is 1, must be one of 0\.\.0, or 'all'"),
-        ({"replica": None}, r"replica is None, must be one of 0\.\.0, or 'all'"),
+        ({"replica": 1}, r"replica is 1, must be 0\.\.0, or 'all'"),
+        ({"replica": None}, r"replica is None, must be 0\.\.0, or 'all'"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_refused_by_name(

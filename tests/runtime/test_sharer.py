@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 import weakref
@@ -12,18 +13,22 @@ import pytest
 import torch
 from runtime.dealt_programs import GIVEN, MESH, STEPS, Counts, batch_of, losses_of, mean, programs, steps
 from runtime.group_programs import aborted
-from runtime.ranks import ThreadedRanks
+from runtime.ranks import ThreadedRanks, virtual_ranks
 from runtime.toys import loss_fn
 
 import rrfp
 from rrfp.compute.rng import replica_seed
+from rrfp.core import events as ev
 from rrfp.core.ready_set import ReadySet
 from rrfp.errors import ConfigError
+from rrfp.hints.priorities import BackwardForward
 from rrfp.hints.registry import ScheduleHint
 from rrfp.model.mesh import MeshPosition
 from rrfp.model.schedule import Schedule
+from rrfp.model.tasks import F, Mode, StepId, Task
 from rrfp.pipeline.faces import BlockingPipeline
-from rrfp.transports.base import Message, MessageKind
+from rrfp.testing.clock import run_virtual
+from rrfp.transports.base import Channel, Message, MessageKind
 from rrfp.transports.inproc import InprocTransport
 
 TOTAL = sum(GIVEN)
@@ -245,6 +250,15 @@ def test_without_inputs_the_first_stage_shares_too() -> None:
     assert len(ranks[0].ran) < 6
 
 
+def test_a_program_that_has_no_way_to_begin_a_step_anew_is_opened_again() -> None:
+    class Opens(Counts):
+        reopen = rrfp.StageProgram.reopen
+
+    ranks = [Opens(rank) for rank in range(4)]
+    for rank, outcome in enumerate(run(ranks, lambda rank, pipe: pipe.step(**batch_of(rank, 0))).join()):
+        assert outcome.value.losses == pytest.approx(losses_of(MESH.place_of(rank).replica, 0))
+
+
 def test_ranks_of_a_replica_must_have_as_many_microbatches() -> None:
     def body(rank: int, pipe: BlockingPipeline) -> Any:
         own = batch_of(rank, 0)
@@ -252,6 +266,60 @@ def test_ranks_of_a_replica_must_have_as_many_microbatches() -> None:
 
     for abort in aborted(run(programs(), body).join()):
         assert "the number of microbatches is 5 on stage 1, dp 0 (rank 2), must be 8" in str(abort)
+
+
+def test_weights_must_be_passed_to_the_ranks_with_losses() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        own = batch_of(rank, 0)
+        weights = own.pop("weights", [1.0] * len(own.get("inputs", ())))
+        return pipe.step(**own, weights=weights if rank in (1, 2) else None)
+
+    for abort in aborted(run(programs(), body).join()):
+        assert "weights is passed on stage 0, dp 1 (rank 1) and not on stage 1, dp 1 (rank 3)" in str(abort)
+
+
+def test_replicas_that_begin_other_steps_are_named() -> None:
+    def body(rank: int, pipe: BlockingPipeline) -> Any:
+        call = pipe.step if MESH.place_of(rank).replica else pipe.evaluate
+        return call(**{**batch_of(rank, 0), "weights": None})
+
+    for abort in aborted(run(programs(), body).join()):
+        assert "replicas disagree on the step: " in str(abort)
+        assert "step 0 (train" in str(abort)
+        assert "step 0 (forward" in str(abort)
+
+
+class Sent(InprocTransport):
+    """Keeps the messages of all ranks about one step, and what replicas tell each other before it."""
+
+    kept: list[tuple[int, int, Message]] = []  # noqa: RUF012 - of all ranks
+
+    async def send(self, peer: int, message: Message) -> None:
+        self.kept.append((self.context.rank, peer, message))
+        await super().send(peer, message)
+
+
+def test_before_a_step_each_rank_hears_from_its_own_stage_alone() -> None:
+    Sent.kept.clear()
+    run(programs(), steps, transport=Sent).join()
+    told = [(rank, peer) for rank, peer, message in Sent.kept if message.kind is MessageKind.SHARE]
+    assert sorted(told) == sorted(STEPS * [(0, 1), (1, 0), (2, 3), (3, 2)])
+    topics = {message.body["topic"] for _, _, message in Sent.kept if message.kind is MessageKind.REPORT}
+    assert "microbatches" not in topics
+
+
+class TellsTwice(InprocTransport):
+    """Sends what a caller has twice."""
+
+    async def send(self, peer: int, message: Message) -> None:
+        await super().send(peer, message)
+        if message.kind is MessageKind.SHARE:
+            await super().send(peer, message)
+
+
+def test_what_a_caller_has_that_comes_twice_ends_the_pipeline() -> None:
+    for abort in aborted(run(programs(), steps, transport=TellsTwice).join()):
+        assert "sent 'share' of " in str(abort)
 
 
 def test_a_rank_that_fails_amid_claims_is_named_on_all() -> None:
@@ -282,6 +350,51 @@ class Twice(InprocTransport):
 def test_a_claim_that_comes_twice_ends_the_pipeline() -> None:
     for abort in aborted(run(programs(), steps, transport=Twice).join()):
         assert "twice" in str(abort)
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual_stage", "step", "reason"),
+    [
+        (MessageKind.OFFERED, 9, 0, "rank 3 sent 'offered' of F0@9, which no stage runs"),
+        (MessageKind.OFFERED, -1, 0, "rank 3 sent 'offered' of F0@-1, which no stage runs"),
+        (MessageKind.MICROBATCH, 1, 7, f"rank 3 sent a microbatch of step 7 (train, {TOTAL} microbatches) in step 0 ("),
+    ],
+)
+def test_a_message_about_another_stage_or_step_ends_the_pipeline(
+    kind: MessageKind, virtual_stage: int, step: int, reason: str
+) -> None:
+    """Rank 3 sends it to its counterpart behind its first claim."""
+    odd = [Message(Channel.CONTROL, kind, StepId(step, Mode.TRAIN, TOTAL), Task(F, 0, virtual_stage), body={"copy": 1})]
+
+    class SendsOdd(InprocTransport):
+        async def send(self, peer: int, message: Message) -> None:
+            await super().send(peer, message)
+            if self.context.rank == 3 and message.kind is MessageKind.CLAIMED and odd:
+                await super().send(2, odd.pop())
+
+    for abort in aborted(run(programs(), steps, transport=SendsOdd).join()):
+        assert reason in str(abort)
+
+
+def test_without_sizes_the_pace_of_a_rank_is_seconds_for_a_microbatch() -> None:
+    paces = set[tuple[float, ...]]()
+
+    class Observes(BackwardForward):
+        def observe(self, event: ev.Event) -> None:
+            if isinstance(event, ev.StepOpened) and event.pool is not None:
+                paces.add(event.pool.paces)
+
+    async def train(pipeline: rrfp.Pipeline) -> None:
+        async with pipeline as pipe:
+            for _ in range(STEPS):
+                await pipe.step(microbatches=4)
+
+    async def main() -> None:
+        ranks = virtual_ranks(MESH, lambda task: 1.0, share_replicas=True, hint=Observes)
+        await asyncio.gather(*map(train, ranks))
+
+    run_virtual(main())
+    assert paces == {(), (2.0, 2.0)}, "not known in the first steps; then a forward and a backward"
 
 
 class Waits(rrfp.Hint):

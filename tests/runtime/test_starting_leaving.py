@@ -162,3 +162,30 @@ def test_ctrl_c_in_an_async_program_ends_it_and_is_no_hang() -> None:
     assert time.monotonic() - began < SOON_S
     interrupter.join()
     hold.release.set()
+
+
+def test_leaving_twice_does_nothing_more() -> None:
+    pipeline = rrfp.local(stages(2), loss_fn=loss_fn)
+    with pipeline as pipe:
+        pipe.step(BATCH.inputs, BATCH.targets)
+        pipe.__exit__(None, None, None)
+    pipeline.__exit__(None, None, None)
+    with pytest.raises(RrfpError, match=r"this pipeline is closed$"):
+        pipe.step(BATCH.inputs, BATCH.targets)
+
+
+@pytest.mark.parametrize("loop", ["own", "caller"])
+async def test_leaving_twice_does_nothing_more_where_it_is_awaited(loop: Any) -> None:
+    pipeline = rrfp.local(stages(2), loss_fn=loss_fn, loop=loop)
+    async with pipeline as pipe:
+        await pipe.step(BATCH.inputs, BATCH.targets)
+        await pipe.__aexit__(None, None, None)
+    await pipeline.__aexit__(None, None, None)
+
+
+async def test_leaving_what_was_not_entered_is_one_error() -> None:
+    pipeline = rrfp.local(stages(1))
+    with pytest.raises(RrfpError, match="this pipeline is new; enter it first"):
+        pipeline.__exit__(None, None, None)
+    with pytest.raises(RrfpError, match="this pipeline is new; enter it first"):
+        await pipeline.__aexit__(None, None, None)

@@ -26,7 +26,16 @@ import rrfp
 from rrfp import timeouts
 from rrfp.errors import ProtocolError
 from rrfp.runtime.stall.status import JobStatus, RankAnswer, RankStatus
-from rrfp.runtime.status_socket import MOST_READERS, JobReport, SocketFile, StatusServer, read_report, sockets_in
+from rrfp.runtime.status_socket import (
+    MOST_READERS,
+    JobEnded,
+    JobReport,
+    RunningJob,
+    SocketFile,
+    StatusServer,
+    read_report,
+    sockets_in,
+)
 
 BATCH = data(2)
 REPORT = JobReport(1, "2 stages", failure="x" * 900_000)  # more than a connection holds that is not read
@@ -73,7 +82,10 @@ def serve(
 
 @on_both_loops
 def test_a_file_has_a_listener_and_goes_with_it(new_loop: NewLoop, folder: Path) -> None:
+    jobs = list[RunningJob]()
+
     async def look(server: StatusServer) -> None:
+        jobs.append(RunningJob([server.file]))
         assert os.listdir(folder) == [server.file.path.name]
         began = time.monotonic()
         for _ in range(4):
@@ -82,6 +94,21 @@ def test_a_file_has_a_listener_and_goes_with_it(new_loop: NewLoop, folder: Path)
 
     serve(folder, look, new_loop=new_loop)
     assert not list(folder.iterdir())
+    with pytest.raises(JobEnded):
+        jobs[0].read()
+
+
+@on_both_loops
+def test_a_loop_that_ends_before_the_server_was_closed_leaves_no_listener(new_loop: NewLoop, folder: Path) -> None:
+    server = StatusServer(folder, "a job", 0, the_same)
+
+    async def run() -> None:
+        server.start()
+        assert await asyncio.to_thread(read_report, server.file) == REPORT
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
+    assert not server.file.has_listener()
 
 
 def connect_and_write(sock: socket.socket, path: str) -> None:

@@ -19,7 +19,7 @@ from rrfp.runtime.steps.step_report import StepReporter
 MESH = Mesh((("pp", 1), ("dp", 2)))
 
 
-async def share(plans: list[StepPlan]) -> list[BaseException | None]:
+async def share(plans: list[StepPlan]) -> list[BaseException | float]:
     """What sharing weights ends with on each of two replicas."""
     parts: list[TreeAllGather] = []
 
@@ -44,7 +44,7 @@ def plan(weights: list[float], *, reduces: bool = True) -> StepPlan:
 
 
 async def test_replicas_that_agree_share_their_weights() -> None:
-    assert await share([plan([1.0, 2.0]), plan([3.0])]) == [None, None]
+    assert await share([plan([1.0, 2.0]), plan([3.0])]) == [6.0, 6.0]
 
 
 async def test_one_that_sums_gradients_and_one_that_does_not_are_both_named_on_both() -> None:

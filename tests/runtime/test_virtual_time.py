@@ -18,7 +18,7 @@ from rrfp.model.graph import TaskGraph
 from rrfp.model.tasks import Kind, Task
 from rrfp.pipeline.faces import PipelineHandle
 from rrfp.testing.clock import EmulatedStage, SimulatedTransport, TimerLane, run_virtual
-from rrfp.transports.base import Message, MessageKind
+from rrfp.transports.base import Message, MessageKind, TransportContext
 
 
 def emulated(stages: int, durations: Durations, **options: Any) -> PipelineHandle:
@@ -54,6 +54,29 @@ def test_latency_is_a_transport_like_any_other() -> None:
             return (await pipe.step(microbatches=1)).seconds
 
     assert run_virtual(main()) == 1 + 0.5 + 1 + 1 + 0.5 + 1
+
+
+class SlowWithOutputs(SimulatedTransport):
+    """An output is on its way for 5 s; its memory is read for the first half second of these."""
+
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context, lambda stage, peer, message: 5.0 if message.kind is MessageKind.OUTPUT else 0.0)
+
+    async def send(self, peer: int, message: Message) -> None:
+        await super().send(peer, message)
+        if message.kind is MessageKind.OUTPUT:
+            await asyncio.sleep(0.5)
+
+
+def test_a_forward_that_waits_for_bytes_starts_when_an_output_has_left_them() -> None:
+    """There is room for one output of 8 bytes."""
+
+    async def main() -> list[float]:
+        async with emulated(2, one_second, transport=SlowWithOutputs, limit=rrfp.Limit(bytes=8)) as pipe:
+            trace = (await pipe.step(microbatches=2)).trace
+        return [span.start - trace.start for span in trace.tasks if (span.task.kind, span.stage) == (Kind.F, 0)]
+
+    assert run_virtual(main()) == [0, 1.5]
 
 
 def test_a_step_leaves_no_coroutine_behind() -> None:

@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"inputs": X.to_sparse()}, "inputs is a tensor of layout torch.sparse_coo, which cannot be cut"),
     ({"inputs": (X,) * 4}, "must be list(inputs) if each is a microbatch, or list(zip(*(x.tensor_split(4) for x in "),
     ({"targets": [X[:2], X[2:]]}, "differs between arguments (microbatches: 4, inputs: 4, targets: 2)"),
-    ({"microbatches": 0}, "microbatches is 0, must be a whole number >= 1"),
+    ({"microbatches": 0}, "microbatches is 0, must be a whole number 1..1000000"),
     ({"microbatches": 2.0}, "microbatches is 2.0, must be a whole number"),
     ({"kwargs": {"mask": rows(5)}}, "inputs has 4 rows (dimension 0) and kwargs['mask'] 5"),
 ]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import sim.broken_claims as broken
-
-from rrfp.lab.explore.claims import ClaimCase, ClaimSearch
+from sim.claim_search import ClaimCase, ClaimSearch
 
 #: None is slow, by half, by far: between these lie the thresholds from which on a copy is helped, and from which on it
 #: declines a forward. Equal paces are as none known: no copy counts as slow.
@@ -29,6 +28,8 @@ QUICK = [
     ClaimCase(1, 2, (0, 0, 1), limit=2, most_bytes=3, sizes=(1, 2, 3)),
     ClaimCase(1, 2, (0, 1), split=True, chunks=2),
     ClaimCase(2, 2, (0,), chunks=2),
+    ClaimCase(2, 2, (0, 1, 1), is_even=True),
+    ClaimCase(3, 2, (0, 1), is_even=True),
 ]
 SPLIT = [ClaimCase(1, 3, (0, 0, 1), split=True), ClaimCase(2, 2, (0, 1), limit=2, depth=2, split=True)]
 ALL = [
@@ -42,6 +43,12 @@ ALL = [
     ClaimCase(2, 2, (0, 0, 1), limit=2, depth=2),
     ClaimCase(2, 3, (0, 1)),
     ClaimCase(3, 2, (0, 1)),
+    ClaimCase(2, 2, (0, 0, 1, 1), is_even=True),
+    ClaimCase(2, 2, (0, 0, 1), limit=2, depth=2, split=True, is_even=True),
+    ClaimCase(2, 3, (0, 1, 2, 0), is_even=True),
+    ClaimCase(2, 2, (0, 1), chunks=2, is_even=True),
+    ClaimCase(2, 2, (0, 1), chunks=2, layout="v", is_even=True),
+    ClaimCase(2, 2, (0, 0, 1), limit=2, most_bytes=1, sizes=(1, 2, 1), is_even=True),
 ]
 
 #: Minutes of states.

@@ -227,7 +227,7 @@ def test_the_runs_that_are_drawn_have_everything_that_they_should() -> None:
     assert any(room > largest for room, largest in rooms)
     pools = [one.shared for one in made if one.shared is not None]
     assert {pool.depth for pool in pools} == {1, 2, 3}
-    assert {pool.are_known for pool in pools} == {True, False}
+    assert {pool.are_known for pool in pools} == {pool.is_even for pool in pools} == {True, False}
     assert {one.takes_offers for one in made} == {True, False}
     assert any(one.sizes for one in made)
     hit = {fault.message.sort for one in made for fault in one.faults if isinstance(fault, Lose)}

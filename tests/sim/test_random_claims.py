@@ -17,7 +17,7 @@ from sim.adversaries import ADVERSARIES
 
 from rrfp import Hint, View
 from rrfp.core import events as ev
-from rrfp.core.claims import Claims, lead_of
+from rrfp.core.claims import Claims, are_even
 from rrfp.core.ready_set import ReadySet
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import Origin, ProtocolError
@@ -47,6 +47,7 @@ def random_run(
     deliveries: list[Delivery] = ["any", "any", "oldest", "newest"]
     adversary = rng.choice(ADVERSARIES)
     paces = tuple(rng.choice([1.0, 1.0, 2.0, 5.0]) for _ in range(replicas))
+    is_even = random.Random(f"{seed} even").random() < 0.3
     network = make(
         graph,
         [adversary(rng) for _ in range(stages * replicas)],
@@ -57,7 +58,8 @@ def random_run(
         takes_offers=rng.random() < 0.5,
         replicas=replicas,
         claims=rng.randint(1, 3),
-        paces=paces if rng.random() < 0.5 else (),
+        paces=paces if rng.random() < 0.5 and not is_even else (),
+        is_even=is_even,
     )
     return network, [(rng.choice([Mode.TRAIN, Mode.TRAIN, Mode.FORWARD]), rng.randint(1, 7)) for _ in range(3)]
 
@@ -293,22 +295,68 @@ def test_a_copy_that_holds_microbatches_leaves_the_only_forward_of_another_to_it
     assert first.next(holding(0), is_idle=True) == 0
 
 
-@pytest.mark.parametrize("lead", [0, 2])
-def test_others_go_first_where_they_are_earlier_by_more_than_the_lead(lead: int) -> None:
+@pytest.mark.parametrize(("copies", "is_even", "lead"), [(6, False, 0), (4, True, 0), (6, True, 2)])
+def test_of_many_even_copies_others_go_first_where_they_are_earlier_by_more_than_chance(
+    copies: int, is_even: bool, lead: int
+) -> None:
     """Replica 1 offers one of its microbatches, and replica 2 its first ones."""
-    homes = (0,) * 5 + (1,) * 5 + (2,) * 5
+    homes = tuple(copy for copy in range(copies) for _ in range(5))
     for place in range(5):
-        claims = Claims(ev.Pool(1, 3, homes, lead=lead), [3 * (m % 5) + homes[m] for m in range(15)])
+        pool = ev.Pool(1, copies, homes, is_even=is_even)
+        claims = Claims(pool, [copies * (m % 5) + homes[m] for m in range(len(homes))])
         for m, holder in ((5 + place, 1), (10, 2), (11, 2)):
             claims.offer(m, holder)
         assert claims.next(holding(1), is_idle=True) == (10 if place > lead else 5 + place)
 
 
-def test_copies_are_left_to_themselves_where_they_are_many_and_nothing_tells_them_apart() -> None:
-    even, slow = [(1.0,) * 8, (1.1,) * 8], [(1.0,) * 8, (1.0,) * 7 + (1.5,)]
-    assert lead_of(even, 8, None) == 4
-    assert lead_of(even, 4, None) == lead_of(slow, 8, None) == lead_of(even, 8, (1.0, 2.0)) == 0
-    assert lead_of([], 8, None) == lead_of([(), ()], 8, None) == 0, "nobody knows yet"
+def test_copies_are_even_where_none_is_slow_on_any_stage() -> None:
+    assert are_even([(1.0,) * 8, (1.1,) * 8])
+    assert are_even([(1.0, 1.2)])
+    assert not are_even([(1.0,) * 8, (1.0,) * 7 + (1.5,)])
+    assert not are_even([]), "nobody knows yet"
+    assert not are_even([(), ()])
+
+
+def test_even_replicas_keep_their_first_microbatch_in_the_first_chunk_without_a_word() -> None:
+    """Microbatches 0 and 2 are the first ones of the replicas 1 and 0."""
+    graph, pool = TaskGraph.chain(2, chunks=2), ev.Pool(0, 2, (1, 1, 0, 0), is_even=True)
+    first, last = (StageCore(graph, stage, create_hint("bf"), Limit(2)) for stage in range(2))
+    opened, step = ev.StepOpened(0, Mode.TRAIN, 4, pool=pool), StepId(0, Mode.TRAIN, 4)
+    assert first.apply(opened) == last.apply(opened) == ()
+    assert first.decide() == ev.Run(Task(Kind.F, 2, 0))
+    first.apply(ev.Enqueued(Task(Kind.F, 2, 0)))
+    assert first.apply(ev.Completed(Task(Kind.F, 2, 0), 0, 1.0, 0)) == (ev.Send(Task(Kind.F, 2, 0), 1, copy=0),)
+    last.apply(ev.Arrived(step, Task(Kind.F, 2, 0)))
+    assert last.decide() == ev.Run(Task(Kind.F, 2, 1))
+    with pytest.raises(ProtocolError, match="offered twice: by copy 1"):
+        last.apply(ev.Offered(step, Task(Kind.F, 0, 1), 1))
+    offered = Task(Kind.F, 2, 2)
+    assert first.apply(ev.Offered(step, offered, 0)) == (ev.Claim(offered, 0),), "the second chunk is claimed"
+
+
+@pytest.mark.parametrize(("table", "kept"), [((0, 1, 2), 3), ((0, 1, 0, 1), 2), ((0, 1, 1, 0), 1), ((0, 0, 1, 1), 0)])
+def test_what_is_claimed_with_the_next_chunk_is_not_kept(table: tuple[int, ...], kept: int) -> None:
+    """Else another microbatch could begin between the two, and keep the second from memory for ever."""
+    graph = TaskGraph(TablePlacement(table), split=(False,) * len(table))
+    opened = ev.StepOpened(0, Mode.TRAIN, 2, pool=ev.Pool(0, 2, (0, 1), is_even=True))
+    found = set[int]()
+    for stage in range(graph.placement.stages):
+        core = StageCore(graph, stage, create_hint("bf"), Limit(2))
+        core.apply(opened)
+        assert core.step is not None
+        assert core.step.sharing is not None
+        found |= {v for v, claims in core.step.sharing.claims.items() if claims.takers[1] == 1}
+    assert found == {*range(kept)}
+
+
+def test_a_copy_claims_no_more_until_its_first_microbatch_has_begun() -> None:
+    core = StageCore(TaskGraph.chain(2), 1, create_hint("bf"), Limit(2))
+    core.apply(ev.StepOpened(0, Mode.TRAIN, 4, pool=ev.Pool(0, 2, (0, 0, 1, 1), depth=2, is_even=True)))
+    step = StepId(0, Mode.TRAIN, 4)
+    assert core.apply(ev.Offered(step, Task(Kind.F, 3, 1), 1)) == ()
+    assert core.apply(ev.Arrived(step, Task(Kind.F, 0, 0))) == ()
+    assert core.apply(ev.Enqueued(Task(Kind.F, 0, 1))) == ()
+    assert core.apply(ev.Offered(step, Task(Kind.F, 1, 1), 0)) == (ev.Claim(Task(Kind.F, 1, 1), 0),)
 
 
 def test_near_the_end_the_holder_of_most_goes_first() -> None:

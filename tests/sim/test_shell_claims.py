@@ -10,6 +10,7 @@ from sim.shell.claims import ClaimedCase, SimulatedClaims, run_shell_claims
 from rrfp.memory.admission import Limit
 from rrfp.memory.round_trips import Pace, RoundTripRule
 from rrfp.model.graph import TaskGraph
+from rrfp.runtime.steps.dealer import FEW
 
 V = TaskGraph.chain(2, chunks=2, layout="v", split=True)
 
@@ -51,6 +52,14 @@ def test_on_slow_links_auto_gives_the_slots_and_the_claims_ahead_that_are_of_use
     assert seconds(limits, ahead) == pytest.approx(best)
     assert seconds((3, 2, 1), ahead) > best
     assert seconds(limits, (1,) * 3) > best or link <= 1.5
+
+
+def test_even_replicas_wait_for_no_claim_before_the_pipeline_is_full() -> None:
+    """Until their paces are known they claim the first microbatch, too: two more messages for each link."""
+    link, count = 0.125, 12
+    ran = run_shell_claims(replace(EVEN, link=link, steps=FEW + 1))
+    alone = 2 * (1.0 + link) + 3.0 * count + 2 * (2.0 + link)
+    assert ran.seconds == pytest.approx((*[alone + 4 * link] * FEW, alone))
 
 
 def test_auto_follows_the_links_where_replicas_share_forwards() -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from callbacks.test_files import largest_file
 
 from rrfp import Hint, View
 from rrfp.core.ready_set import ReadySet
@@ -181,13 +182,13 @@ def test_few_tasks_are_not_worth_processes(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"profile": "gpt"}, "profile is 'gpt', must be one of llm, mllm, modalities, video"),
+        ({"profile": "gpt"}, "profile is 'gpt', must be one of: llm, mllm, modalities, video"),
         ({"stages": 0}, "stages is 0, must be a whole number >= 1"),
         ({"microbatches": 1.5}, "microbatches is 1.5, must be a whole number >= 1"),
         ({"chunks": 0}, "chunks is 0, must be a whole number >= 1"),
-        ({"placement": "ring"}, "placement is 'ring', must be one of looped, v"),
-        ({"jitter": "J4"}, "jitter is 'J4', must be one of J0, J1, J2, J3"),
-        ({"latency": "slow"}, "latency is 'slow', must be one of none, constant"),
+        ({"placement": "ring"}, "placement is 'ring', must be one of: looped, v"),
+        ({"jitter": "J4"}, "jitter is 'J4', must be one of: J0, J1, J2, J3"),
+        ({"latency": "slow"}, "latency is 'slow', must be one of: none, constant"),
         ({"seed": -1}, "seed is -1, must be a whole number >= 0"),
         ({"tp": 0}, "tp is 0, must be a whole number >= 1"),
     ],
@@ -258,3 +259,16 @@ def test_a_cost_file_that_changed_is_read_again(tmp_path: Path) -> None:
         write_costs(path, replace(WORKLOAD, seed=seed).costs())
         digests.append(CostFile(costs_file=path).costs().digest())
     assert digests == [replace(WORKLOAD, seed=seed).costs().digest() for seed in (1, 2)]
+
+
+def test_a_full_disk_leaves_whole_rows_or_no_file(rows: tuple[SweepRow, ...], tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    with largest_file(10), pytest.raises(ConfigError, match=r"rows\.csv: cannot be written \(File too large\)$"):
+        SweepFile(path)
+    assert not path.exists()
+    with SweepFile(path) as file:
+        file.add(rows[0])
+        whole = path.read_bytes()
+        with largest_file(len(whole) + 10), pytest.raises(ConfigError, match="cannot be written"):
+            file.add(rows[1])
+    assert path.read_bytes() == whole

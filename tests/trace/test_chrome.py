@@ -47,6 +47,19 @@ def one_message(reader: TaskSpan | None, *, sender_end: float = 1.0) -> StepTrac
     return StepTrace(0, 0.0, 3.0, tuple(tasks), (), (MessageSpan(0, 1, SEND, sender_end, 1.5),))
 
 
+@pytest.mark.parametrize("traces", [3, "abc", [3], one_message(None)])
+def test_what_is_no_list_of_traces_is_refused(traces: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^traces is .*, must be a list with result\.trace of each step$"):
+        write_chrome(tmp_path / "trace.json", traces)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [3, None, "a\0b", "\ud800"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^path is .*, must be a path$"):
+        write_chrome(path, [])
+
+
 @pytest.fixture
 def steps() -> list[StepTrace]:
     """Three steps on one clock."""

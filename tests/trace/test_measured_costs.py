@@ -263,7 +263,7 @@ def test_a_step_that_is_not_whole_is_refused_with_its_task(trace: StepTrace, mes
         ({"step": 6}, "step is 6, must be one of: 7"),
         ({"step": "mode"}, "step is 'mode', must be a step's number or one of: typical, median, mean"),
         ({"step": True}, "step is True, must be a step's number or one of"),
-        ({"latency": "slow"}, "latency is 'slow', must be one of none, constant"),
+        ({"latency": "slow"}, "latency is 'slow', must be one of: none, constant"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from callbacks.test_files import largest_file
 
 from rrfp.costs import make_costs
 from rrfp.errors import ConfigError
@@ -34,3 +35,13 @@ def test_any_other_suffix_is_refused_before_the_picture_is_drawn(tmp_path: Path,
     path = tmp_path / name
     assert str(caught.value) == f"{path}: the suffix of a picture is {suffix!r}, must be one of: .png, .svg, .pdf"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_old_picture_or_none(tmp_path: Path) -> None:
+    old = tmp_path / "old.png"
+    plot_timelines(timelines(), old)
+    before = old.read_bytes()
+    for name in ("new.png", "new.svg", "new.pdf", "old.png"):
+        with largest_file(1000), pytest.raises(ConfigError, match=rf"{name}: cannot be written \(File too large\)$"):
+            plot_timelines(timelines(), tmp_path / name)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"old.png": before}

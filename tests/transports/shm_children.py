@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import platform
 import resource
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 import zmq
-from transports.children import NEW_MOUNTS, NEW_NETWORK, NEW_PIDS, NOT_PERMITTED, unshare
+from transports.children import NEW_MOUNTS, NEW_NETWORK, NEW_PIDS, NOT_PERMITTED, refuse, unshare
 from transports.makers import contexts
 from transports.shm_state import MIB, descriptors, filled, mappings, only, shm_pair, until
 
@@ -159,6 +160,12 @@ def hosts_with_small_files() -> list[str]:
     """Returns why `auto` would take no shared memory: for messages of the default's size, and for small ones."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     return [this_host().obstacle, this_host(MIB // 2).obstacle]
+
+
+def host_that_reserves_no_memory() -> str:
+    """Returns why `auto` would take no shared memory."""
+    fallocate = {"x86_64": 285, "aarch64": 47}.get(platform.machine())
+    return this_host().obstacle if fallocate is not None and refuse(fallocate) else NOT_PERMITTED
 
 
 def start_without_descriptors() -> str:

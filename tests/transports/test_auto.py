@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transports.auto_children import RUN_ID, echo_in_new_pid_namespace
 from transports.children import in_child
 
+from rrfp import timeouts
 from rrfp.errors import TransportClosedError, TransportError
 from rrfp.testing.transport_checks import PairOptions
 from rrfp.testing.transport_checks.pair import data, index_of, note, pass_on, receive, soon
@@ -105,6 +107,22 @@ async def test_where_passing_memory_fails_both_ends_use_zmq(caplog: pytest.LogCa
             assert [kinds(transport) for transport in transports] == [{1: ZmqTransport}, {0: ZmqTransport}]
             await pass_on(pair, data(torch.ones(100_000)))
     assert all("zmq (passing shared memory failed: [Errno 111]" in record.getMessage() for record in caplog.records)
+
+
+async def test_where_nobody_answers_the_trial_in_time_both_ends_use_zmq(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "TRIAL_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind("")  # to an address that the kernel chooses
+        silent.listen()
+        address = silent.getsockname()[1:].decode()
+        met = Altered(rank_0=lambda value: replace(Host.unpack(0, value), address=address).pack())
+        transports = [AutoTransport(context) for context in makers.contexts(rendezvous=met)]
+        with caplog.at_level(logging.INFO, logger="rrfp.transports.auto"):
+            async with makers.started(*transports):
+                assert [kinds(transport) for transport in transports] == [{1: ZmqTransport}, {0: ZmqTransport}]
+    assert all("zmq (passing shared memory took more than 0.1 s)" in text for text in caplog.messages)
 
 
 async def test_a_malformed_entry_of_the_store_names_its_rank() -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 import transports.makers as makers
 from batches import long
+from transports.collective_double import DoubleBackend, DoubleGroup, DoubleNetwork
 from transports.collective_pair import announce, link_of, post
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError
-from rrfp.lab.collective_double import DoubleBackend, DoubleGroup, DoubleNetwork
 from rrfp.testing.transport_checks import ALL_CHECKS, Check, MakePair, Pair, PairOptions, SkippedError
 from rrfp.testing.transport_checks.pair import data, receive, soon
 from rrfp.transports.base import Channel

@@ -48,9 +48,19 @@ def test_a_class_or_factory_instead_of_a_name() -> None:
     assert made.context is context
 
 
-@pytest.mark.parametrize("spec", ["tcp", 3, lambda context: "no transport"], ids=["name", "number", "factory"])
-def test_what_is_no_transport_is_refused(spec: Any) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tcp", "transport is 'tcp', must be one of: auto"),
+        (3, "transport is 3, must be a factory or one of: auto"),
+        (lambda context: "no transport", r"made an object of type str, must make an rrfp Transport"),
+        (lambda: None, r"must be a factory that is called with \(TransportContext\): .* takes 0 positional arguments"),
+        (object, r"transport <class 'object'> must be a factory that is called with \(TransportContext\)"),
+    ],
+    ids=["name", "number", "factory", "without arguments", "class"],
+)
+def test_what_is_no_transport_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         create_transport(spec, makers.contexts()[0])
 
 

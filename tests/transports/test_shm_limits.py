@@ -52,6 +52,12 @@ def test_auto_notices_a_limit_of_the_size_of_files() -> None:
     assert enough == ""
 
 
+def test_auto_notices_a_system_that_reserves_no_memory() -> None:
+    """A slot could be made and passed, and each message would fail."""
+    obstacle = in_child(children.host_that_reserves_no_memory)
+    assert obstacle.startswith("the system refuses what shared memory needs (memfd, pidfd): [Errno 1]")
+
+
 def test_a_start_without_descriptors_names_the_limit_and_no_other_transport() -> None:
     error = in_child(children.start_without_descriptors)
     assert "Too many open files (RLIMIT_NOFILE is " in error

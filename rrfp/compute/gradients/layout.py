@@ -71,7 +71,6 @@ def check_dense(gradient: Tensor, name: str) -> None:
 
 
 def zeros(parameter: nn.Parameter, layout: int) -> Tensor:
-    """A gradient of zeros for ``parameter``, of an `encode`d layout."""
     mask = (1 << _BITS) - 1
     dtype, digits = _DTYPES[(layout & mask) - 1], layout >> _BITS
     part = torch.zeros_like(local_part(parameter), dtype=dtype)

@@ -72,7 +72,6 @@ def sparse_tables(modules: Mapping[int, nn.Module], text_of: TextOf = numbered) 
 
 
 def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: TextOf = numbered) -> None:
-    """Refuse tables with sparse gradients, for the reason ``because``."""
     for where, _ in sparse_tables(modules, text_of):
         raise ConfigError(f"{where} has sparse=True, must be sparse=False: {because}")
 
@@ -80,7 +79,6 @@ def check_not_sparse(modules: Mapping[int, nn.Module], because: str, text_of: Te
 def check_ties_not_sparse(
     modules: Mapping[int, nn.Module], tied: Mapping[str, list[Tensor]], text_of: TextOf = numbered
 ) -> None:
-    """Refuse tied tables with sparse gradients."""
     names = {id(parameter): name for name, parameters in tied.items() for parameter in parameters}
     for where, weight in sparse_tables(modules, text_of):
         if (name := names.get(id(weight))) is not None:

@@ -92,7 +92,6 @@ def _norms(parts: Sequence[Tensor], norm_type: float) -> list[float]:
 
 
 def combined_norm(norms: Sequence[float], norm_type: float = 2.0) -> float:
-    """The norm of a model, from the norms of its parts."""
     if not norms:
         return 0.0
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
@@ -157,7 +156,6 @@ def has_gradients(parameters: Iterable[Tensor]) -> bool:
 
 
 def _parts(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The memory of this rank's part of each gradient."""
     for parameter in parameters:
         if parameter.grad is None:
             continue

@@ -145,7 +145,6 @@ def warn_of_unreduced(modules: Mapping[int, nn.Module], topology: Topology, rank
 
 
 def _why_refused(what: str, members: Sequence[int], topology: Topology, ranks: Sequence[int]) -> str:
-    """Why ``what``, with collectives over ``members``, does not fit."""
     problem = f"is {what} over the ranks {sorted(members)}, and its collectives run inside tasks"
     is_tensor = what == "a DTensor"
     owner = "the DTensor's mesh" if is_tensor else "its process_group"

@@ -123,7 +123,6 @@ def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:
             piece.add_(other)
 
 
-#: Parameters with their names.
 _Named = list[tuple[str, nn.Parameter]]
 
 #: Stands for the checksum of a parameter that is frozen.
@@ -282,8 +281,6 @@ class GradientReducer:
 
     def _difference(self, name: str, value: int) -> str:
         """Which replicas have which value of a parameter, for an error."""
-        import torch.distributed as dist
-
         assert self._group is not None
         own = torch.tensor([value], device=self._device())
         gathered = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -325,9 +322,6 @@ class GradientReducer:
         self._compared = True
 
     def _largest(self, numbers: list[int]) -> list[int]:
-        """The largest of each number over the replicas."""
-        import torch.distributed as dist
-
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device())
         with collective():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)

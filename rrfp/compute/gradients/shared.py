@@ -58,11 +58,9 @@ class SharedGradients:
                     parameter.grad = gradient
 
     def guests_of(self, home: int) -> tuple[int, ...]:
-        """The virtual stages with a guest whose home is ``home``."""
         return tuple(sorted({v for _, stages in self.holders if stages[0] == home for v in stages[1:]}))
 
     def homes_of(self, guest: int) -> tuple[int, ...]:
-        """The homes of the guests of virtual stage ``guest``."""
         return tuple(sorted({stages[0] for _, stages in self.holders if guest in stages[1:]}))
 
     @torch.no_grad()

@@ -40,7 +40,6 @@ class TiedCopy:
     """A copy of a tied parameter."""
 
     tie: str
-    #: The virtual stage that holds the copy.
     virtual_stage: int
     parameter: nn.Parameter
     #: Whether the object's home is a lower virtual stage of this process (`SharedGradients`).
@@ -77,7 +76,6 @@ class CopySettings:
     """The description of a copy that ranks compare in the handshake."""
 
     tie: str
-    #: The virtual stage that holds the copy.
     virtual_stage: int
     #: Shape, dtype and placement, as text for messages.
     kind: str
@@ -124,7 +122,6 @@ def find_copies(
 def _by_name(
     ties: Ties | Sequence[Ties] | None, modules: Sequence[Mapping[int, nn.Module]]
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each tie, without repeats."""
     if ties is None or isinstance(ties, Mapping):
         pairs: list[tuple[Ties, Mapping[int, nn.Module]]] = [(ties or {}, _merged(modules))]
     elif isinstance(ties, list | tuple) and len(ties) == len(modules):
@@ -141,12 +138,10 @@ def _by_name(
 
 
 def _merged(modules: Sequence[Mapping[int, nn.Module]]) -> dict[int, nn.Module]:
-    """All modules of the process by virtual stage."""
     return {v: module for rank_modules in modules for v, module in rank_modules.items()}
 
 
 def _checked(ties: Any, modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The (name, parameter) pairs of one rank's ``ties``."""
     if not isinstance(ties, Mapping):
         raise ConfigError(f"ties is of type {type(ties).__name__}, must be a dict of parameters by name")
     known = {id(parameter) for module in modules.values() for parameter in module.parameters()}
@@ -254,7 +249,6 @@ class TiedGradients:
     # Called on the caller's thread.
 
     def read(self) -> None:
-        """Read the values of all copies, which ranks compare."""
         self.check()
         self.settings = tuple(copy.settings() for copy in self._copies.values())
 
@@ -355,7 +349,6 @@ class TiedGradients:
 
     @torch.no_grad()
     def put(self, tie: str, pieces: Pieces) -> None:
-        """Write the sum of a tie into all copies of this rank."""
         self._put(tie, [v for name, v in self._copies if name == tie], pieces)
 
     def _put(self, tie: str, virtual_stages: Iterable[int], pieces: Pieces) -> None:

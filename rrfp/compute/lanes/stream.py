@@ -59,13 +59,9 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Issued:
-    """A call and its place in the stream."""
-
-    #: The call's.
     future: asyncio.Future[Any]
     #: Relates the device's clock to the lane's; None if the device refused that.
     base: Base | None = None
-    #: The call's return value.
     result: Any = None
     #: The exception that it raised, or that kept it from being made.
     failure: Exception | None = None
@@ -75,7 +71,6 @@ class _Issued:
     launched: float = 0.0
     #: The event before its work; None if the device refused it, or times are not wanted.
     start: Event | None = None
-    #: Whether the call was made.
     is_made: bool = False
     #: The event behind it; None if the device refused it, or the call was not made.
     end: Event | None = None
@@ -267,7 +262,6 @@ class StreamLane(ThreadLane):
             del item  # otherwise the last call's result would live until the next one
 
     def _complete(self, issued: _Issued, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait for the call's work, and complete its future."""
         failure = self._broken
         execution: Execution[Any] | None = None
         has_broken = False
@@ -297,7 +291,6 @@ class StreamLane(ThreadLane):
         del issued, failure, execution  # the failure's traceback holds this frame
 
     def _execution(self, issued: _Issued) -> Execution[Any]:
-        """The result and the times of a call whose work is done."""
         base, start, end = issued.base, issued.start, issued.end
         if not self._is_timed:
             return Execution(issued.result, issued.began, time.monotonic(), issued.launched)

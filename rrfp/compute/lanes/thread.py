@@ -31,7 +31,6 @@ LOWEST_NICE = 19
 
 
 def lane_is_closed() -> bool:
-    """Whether the calling thread is that of a closed lane."""
     return threading.current_thread() in ending
 
 
@@ -90,7 +89,6 @@ class ThreadLane(Lane):
 
     @property
     def is_over(self) -> bool:
-        """See :meth:`Lane.is_over`."""
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def close(self, last: Callable[[], object] | None = None) -> None:

@@ -73,7 +73,6 @@ class AutogradGraph:
 
     @classmethod
     def walk(cls, roots: Iterable[Node]) -> AutogradGraph:
-        """Visit all nodes that are reachable from ``roots``."""
         entered = frozenset(roots)
         names: dict[Node, str] = {node: node.name() for node in entered}
         incoming: dict[Node, list[tuple[Node, int]]] = {}
@@ -90,7 +89,6 @@ class AutogradGraph:
         return cls(names, incoming, entered)
 
     def leaves(self) -> list[tuple[Node, Tensor]]:
-        """The node and the tensor of every leaf."""
         return [(node, node.variable) for node, name in self.names.items() if name == _ACCUMULATE]
 
     def obstacle(self) -> str | None:

@@ -219,5 +219,4 @@ def input_gradients(
 
 
 def nodes_of(roots: Iterable[Root]) -> list[Node]:
-    """The graph nodes at which backward enters."""
     return [root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node for root in roots]

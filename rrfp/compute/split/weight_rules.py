@@ -93,8 +93,6 @@ class _MatrixProductAndSum(_MatrixProduct):
 
 
 class _Convolution(Rule):
-    """Any convolution."""
-
     edges = (1, 2)
     saved = ("_saved_input", "_saved_weight")
 

@@ -50,7 +50,6 @@ class GradientSync:
             self._open()
 
     def close(self) -> None:
-        """The step has ended, or failed."""
         self._inside.close()
 
     def _open(self) -> None:

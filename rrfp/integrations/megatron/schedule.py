@@ -262,7 +262,6 @@ def device_of(chunks: Sequence[nn.Module]) -> torch.device:
 
 
 def _total(tokens: dict[int, torch.Tensor], chunk: nn.Module) -> torch.Tensor:
-    """The number of tokens of a step, on this rank's device."""
     total = torch.zeros([], dtype=torch.int, device=device_of([chunk]))
     for m in sorted(tokens):
         total += tokens[m]

@@ -21,7 +21,6 @@ from rrfp.integrations.megatron.upstream import fitted, schedules
 class StepCall:
     """The arguments of one call of ``forward_backward_func``, as the tasks need them, and what they leave behind."""
 
-    #: The model chunks of this rank.
     chunks: Sequence[nn.Module]
     forward_step_func: Callable[..., Any]
     #: One for each chunk, passed on as they are: forwards of a chunk run in the order of microbatches.

@@ -68,7 +68,6 @@ def check_signatures(home: Any) -> None:
 
 
 def _unknown(function: Callable[..., Any], known: tuple[str, ...]) -> list[str]:
-    """What ``function`` asks for beside the ``known``."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
     return [f"it needs {each.name!r}" for each in needed if each.name not in known and each.kind not in variadic]
@@ -113,6 +112,5 @@ def tensor_and_context_group(groups: Any) -> dist.ProcessGroup:
 
 
 def expert_group(groups: Any) -> dist.ProcessGroup:
-    """The ranks that exchange tokens of experts inside tasks."""
     group: dist.ProcessGroup | None = getattr(groups, "tp_ep", None)
     return parallel_state.get_expert_tensor_and_model_parallel_group() if group is None else group

@@ -103,7 +103,6 @@ class DecoderPart(NotesEmptyBuffers):
         return output.last_hidden_state, options, list(output.get("router_logits") or ())
 
     def _run(self, routers: Sequence[Tensor], **options: Any) -> Any:
-        """The output of the model, or of its base in earlier parts."""
         base = self._model.get_submodule(self._base)
 
         def with_earlier(module: nn.Module, arguments: Any, output: Any) -> Any:

@@ -109,8 +109,6 @@ class DecoderWeights(Weights):
 
 
 class _Conversion:
-    """Makes entries of a model from several of a folder."""
-
     def __init__(
         self, converter: Any, model: nn.Module, target: str, sources: Sequence[tuple[str, str | None]]
     ) -> None:

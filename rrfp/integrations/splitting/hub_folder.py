@@ -57,11 +57,9 @@ _PIECE_BYTES = 1 << 20
 class Entry:
     """One tensor of a file."""
 
-    #: Of the file.
     path: Path
     dtype: torch.dtype
     shape: torch.Size
-    #: Of the first byte.
     offset: int
 
     @property
@@ -222,7 +220,6 @@ def write_shard(path: Path, entries: Mapping[str, Tensor]) -> int:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], size: int) -> None:
-    """Write which file has each entry; ``size`` is that of all entries."""
     content = {"metadata": {"total_size": size}, "weight_map": weight_map}
     write_atomically(folder / INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
 

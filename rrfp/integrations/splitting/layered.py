@@ -75,7 +75,6 @@ class Layered(ABC):
         return list(cuts)
 
     def weights(self) -> Weights:
-        """How the model's entries are named and stored."""
         return Weights(self.model)
 
     @abstractmethod

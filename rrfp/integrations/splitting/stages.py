@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 #: Under this name a state dict's ``_metadata`` says which stage of which split it is.
 METADATA = "rrfp.split"
 
-#: Compares an output with a target.
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -54,7 +53,6 @@ class SplitStage:
     layers: tuple[range, ...]
     #: The entries of the whole model, and how folders of the Hub have them.
     weights: Weights = field(repr=False)
-    #: By which the model was split.
     plan: Plan | None = field(default=None, repr=False)
 
     def pipeline(self, topology: Topology | None = None, *, mesh: DeviceMesh | None = None, **options: Any) -> Pipeline:
@@ -359,7 +357,6 @@ def merge_state_dict(states: Iterable[Mapping[str, Any]], model: nn.Module | Non
 
 
 def _checked(states: Any) -> list[Mapping[str, Any]]:
-    """The state dicts, which may come from an iterator."""
     wanted = "must be a list of state dicts, one of each stage"
     if isinstance(states, Mapping | str) or not isinstance(states, Iterable):
         raise ConfigError(f"states is a {type(states).__name__}, {wanted}")

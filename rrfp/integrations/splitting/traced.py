@@ -444,11 +444,9 @@ def _is_made_anew(node: fx.Node) -> bool:
 
 
 def _assigned(node: fx.Node) -> Any:
-    """What an augmented assignment writes."""
     return node.args[1] if node.target is assign else None
 
 
-#: Methods that write their object.
 _WRITERS = {"__setitem__", *(f"__{name}__" for name in _ASSIGNMENTS)}
 
 
@@ -465,7 +463,6 @@ def _written(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _tensor_of(model: nn.Module, node: fx.Node) -> Any:
-    """What a node reads from the model."""
     path, _, name = str(node.target).rpartition(".")
     return getattr(model.get_submodule(path), name)
 
@@ -493,7 +490,6 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _line_of(error: Exception) -> str:
-    """Where in the user's code it was raised."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

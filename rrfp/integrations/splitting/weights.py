@@ -21,7 +21,6 @@ from rrfp.plain import shown
 
 logger = get_logger(__name__)
 
-#: Reads an entry of a folder.
 Read = Callable[[str], Tensor]
 
 
@@ -199,7 +198,6 @@ def _filling(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
 
 
 def _check(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Refuse an entry that does not fit its tensor."""
     if isinstance(tensor, DTensor):
         raise ConfigError(f"{name!r} is a DTensor, must be a plain tensor: load the stage before it is sharded")
     if shape != tensor.shape:

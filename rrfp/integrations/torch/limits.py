@@ -86,7 +86,6 @@ def _run(call: Callable[[], Any], outcome: Future[Any]) -> None:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """The innermost Python frames of ``thread``."""
     frame = sys._current_frames().get(thread.ident or 0)
     frames = [] if frame is None else traceback.extract_stack(frame)[-3:]
     return " < ".join(f"in {each.name} ({each.filename}:{each.lineno})" for each in reversed(frames))

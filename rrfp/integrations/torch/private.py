@@ -107,10 +107,7 @@ class TorchSchedule(PipelineScheduleMulti):
     def infer_metadata(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss_kwargs: dict[str, Any] | None
     ) -> None:
-        """Let the stages of all ranks find the shapes of what they exchange, if they have not done so in this mode.
-
-        Blocks until all ranks do.
-        """
+        """Let the stages of all ranks find the shapes of what they exchange, once in each mode; blocks until all do."""
         with ExitStack() as stack:
             for stage in self._stages:
                 # Or DDP would take the first backward of the step for the one behind this forward, and reduce in it.
@@ -201,7 +198,6 @@ def outputs_of(output: Any) -> tuple[Any, ...]:
 
 
 def put_inputs(stage: Stage, microbatch: int, tensors: tuple[Tensor | None, ...]) -> None:
-    """Let the next forward of ``microbatch`` use these inputs."""
     stage.set_local_fwd_input(tensors, microbatch)
 
 

@@ -170,7 +170,6 @@ def slow_links(means: Mapping[Link, float]) -> dict[Link, float]:
 
 
 def with_messages(steps: Sequence[RecordedStep], factors: Mapping[Link, float]) -> list[RecordedStep]:
-    """Messages of some links that take other times."""
     changed = []
     for step in steps:
         column = np.array([1.0 if link is None else factors.get(link, 1.0) for link in _links_of(step.costs)])

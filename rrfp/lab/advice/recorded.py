@@ -35,7 +35,6 @@ Rows = Mapping[Kind, Matrix]
 class RecordedStep:
     """One step, in seconds."""
 
-    #: Tasks and messages.
     costs: CostTable
     #: How long each task could have run and had not begun.
     dispatch: Rows
@@ -225,6 +224,5 @@ def _gaps(
 
 
 def _within(waits: Sequence[WaitSpan], cause: WaitCause, start: float, end: float) -> float:
-    """Seconds of a cause between two times."""
     spans = ((max(wait.start, start), min(wait.end, end)) for wait in waits if wait.cause is cause)
     return sum(high - low for low, high in spans if high > low)

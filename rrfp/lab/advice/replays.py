@@ -91,7 +91,6 @@ class Replays:
     held: int
 
     def saved(self, base: Matrix) -> Interval:
-        """The part of ``base`` that it saves, 0..1."""
         drawn = np.random.default_rng(0).integers(len(base), size=(DRAWS, len(base)))
         parts = 1 - self.seconds[drawn].sum(axis=1) / base[drawn].sum(axis=1)
         low, high = np.quantile(parts, [TAIL, 1 - TAIL])
@@ -121,7 +120,6 @@ class Replayer:
 
 
 def joined(first: RecordedStep, second: RecordedStep) -> RecordedStep:
-    """Two steps as one with the microbatches of both."""
     a, b = first.costs, second.costs
     fields: dict[str, Any] = {"microbatches": a.microbatches + b.microbatches, "sizes": None}
     for name in MATRICES.values():

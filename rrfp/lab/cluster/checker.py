@@ -162,7 +162,6 @@ class RankChecker:
         self.memory.open(step, self._visits_of(step))
 
     def arrive(self, step: StepId, task: Task) -> None:
-        """The output of ``task`` of another stage arrived, of ``step``."""
         if self._runs_here(task):
             self.object_to(f"received {task}, which runs here")
         elif step == self.step:
@@ -206,13 +205,11 @@ class RankChecker:
             self.object_to(f"has claimed {claimed} forwards and has room for {free}")
 
     def granted(self, step: StepId, task: Task) -> None:
-        """Another copy runs ``task``, of ``step``."""
         self._elsewhere.setdefault(step.number, set()).add(task)
         if step == self.step:
             self._claimed.discard(task)
 
     def complete(self, task: Task, num_bytes: int) -> None:
-        """``task`` has completed, and left ``num_bytes`` for its microbatch."""
         self._completed.add(task)
         if wrong := self.memory.complete(task, num_bytes):
             self.object_to(wrong)

@@ -85,7 +85,6 @@ class RankGroup(Generic[NodeT]):
 
 #: What ranks say to share forwards: see `rrfp.core.claims`.
 ClaimMessage = ev.Offered | ev.Claimed | ev.Granted
-#: What one rank sends to another.
 Content = ev.Arrived | ev.Consumed | ev.BegunReported | ClaimMessage | GroupMessage
 
 
@@ -110,7 +109,6 @@ class EventQueue:
         self._num_inserted = 0
 
     def put(self, time: float, rank: int, handle: Handler, argument: Any) -> None:
-        """At ``time``, call ``handle(rank, argument)``."""
         heapq.heappush(self._heap, (time, self._num_inserted, rank, handle, argument))
         self._num_inserted += 1
 
@@ -248,12 +246,10 @@ class Cluster(ABC, Generic[NodeT]):
         self.notify(node, ev.ChunkReduced(virtual_stage))
 
     def finish_step(self, node: NodeT) -> None:
-        """``node`` must have run all tasks of its step."""
         node.checker.finish(node.step)
         node.num_finished += 1
 
     def bytes_held(self, node: NodeT, task: Task) -> int:
-        """The bytes that ``task`` leaves behind for its microbatch on ``node``."""
         return 0
 
     def output_bytes(self, node: NodeT, task: Task) -> int:
@@ -265,7 +261,6 @@ class Cluster(ABC, Generic[NodeT]):
         return self.groups[node.rank // self.members]
 
     def opens_with(self, node: NodeT) -> RankGroup[NodeT]:
-        """The ranks that ``node`` waits for before it opens a step."""
         return self._sharers or self.group_of(node)
 
     def open_step(self, node: NodeT) -> None:
@@ -286,7 +281,6 @@ class Cluster(ABC, Generic[NodeT]):
         return ev.StepOpened(step.number, step.mode, step.microbatches, sizes)
 
     def notify(self, node: NodeT, event: ev.Event) -> None:
-        """Apply ``event`` on ``node``, where a decision is due then."""
         node.arbiter.kick()
         self.apply(node, event)
 
@@ -351,7 +345,6 @@ class Cluster(ABC, Generic[NodeT]):
         node.checker.object_to(f"runs {task} where others of its group run {other}")
 
     def complete(self, node: NodeT, seconds: float = 0.0) -> None:
-        """The first task on the lane of ``node`` ends."""
         task = node.lane.popleft()
         num_bytes = self.bytes_held(node, task)
         node.checker.complete(task, num_bytes)
@@ -417,12 +410,10 @@ class Cluster(ABC, Generic[NodeT]):
         return self.nodes[node.rank + (stage - node.rank.stage) * self._ranks_per_stage + across].rank
 
     def _copies_of(self, task: Task) -> list[Rank]:
-        """All ranks of the stage of ``task``."""
         stage = self.nodes[0].core.graph.stage_of[task.virtual_stage]
         return [node.rank for node in self.nodes if node.rank.stage == stage]
 
     def _holding_stage(self, task: Task) -> int:
-        """The stage whose ranks hold the inputs of ``task``, a forward."""
         return self.nodes[0].core.graph.stage_of[max(0, task.virtual_stage - 1)]
 
     def _tell(self, node: NodeT, ranks: Iterable[Rank], message: ClaimMessage) -> None:

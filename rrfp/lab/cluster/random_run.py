@@ -78,9 +78,11 @@ class RandomRun(Cluster[Node]):
         make_core: Callable[..., StageCore] = StageCore,
         # Copies of the pipeline; more than one share the forwards of training steps, and `hints` are by rank then.
         replicas: int = 1,
-        # How: forwards that a rank has claimed and not begun, and how long a microbatch takes on each copy.
+        # How: forwards that a rank has claimed and not begun, how long a microbatch takes on each copy, and whether
+        # replicas keep their first microbatch.
         claims: int = 1,
         paces: tuple[float, ...] = (),
+        is_even: bool = False,
     ) -> None:
         self._visits = visits
 
@@ -108,7 +110,7 @@ class RandomRun(Cluster[Node]):
             shares=replicas > 1,
         )
         self._mesh = Mesh((("pp", len(limits)), ("dp", replicas), ("tp", members)))
-        self._replicas, self._claims, self._paces = replicas, claims, paces
+        self._replicas, self._how = replicas, (claims, paces, is_even)
         #: By step, where replicas share forwards: whose caller has each microbatch.
         self._homes: dict[int, tuple[int, ...]] = {}
         self._graph = graph
@@ -214,7 +216,7 @@ class RandomRun(Cluster[Node]):
         if step.number not in self._homes:
             self._homes[step.number] = tuple(self._random.choices(range(self._replicas), k=step.microbatches))
         homes = self._homes[step.number]
-        return replace(opened, pool=ev.Pool(node.rank.replica, self._replicas, homes, self._claims, self._paces))
+        return replace(opened, pool=ev.Pool(node.rank.replica, self._replicas, homes, *self._how))
 
     def opened(self, step: StepId) -> ev.StepOpened:
         return replace(super().opened(step), visits=self._visits_of(step))
@@ -261,7 +263,6 @@ class RandomRun(Cluster[Node]):
             node.checker.object_to(f"counts {held} chunk tasks, the limit is {most}")
 
     def finish_step(self, node: Node) -> None:
-        """The next step follows, at some time."""
         super().finish_step(node)
         if node.num_finished < len(self.steps) and self.opens_with(node).may_open(node):
             self.allow_step([node])

@@ -140,7 +140,6 @@ class GroupTimeline:
         self._cause: WaitCause | None = None
 
     def apply(self, event: ev.Event) -> None:
-        """Apply ``event``, which has happened on all ranks, to the core."""
         # The core has no peers and nothing to reduce: its instructions are of no interest.
         self.core.apply(event)
         self._cause = None
@@ -192,7 +191,6 @@ _NAMES: Mapping[type[Coordination], CoordinationName | None] = {
 
 
 def _message_seconds(coordination: Coordination) -> float:
-    """How long a message between ranks of a group travels."""
     if isinstance(coordination, Independent):
         return 0.0
     # A round of proposals is there and back.
@@ -368,7 +366,6 @@ class GroupRun(TimedCluster[Node]):
 
 
 def _largest(ranks: Sequence[Peaks]) -> Peaks:
-    """The most that any rank of a stage held."""
     return Peaks(max(p.held for p in ranks), max(p.num_bytes for p in ranks), max(p.received for p in ranks))
 
 

@@ -120,7 +120,6 @@ def admission(
 
 
 def _check_sizes(cases: Iterable[ChainCase]) -> None:
-    """Refuse cases that would not end."""
     for case in cases:
         if (forwards := case.stages * case.chunks * case.microbatches) > MOST_FORWARDS:
             sizes = f"stages {case.stages}, chunks {case.chunks}, microbatches {case.microbatches}"
@@ -131,7 +130,6 @@ def _check_sizes(cases: Iterable[ChainCase]) -> None:
 
 
 def _shown(cases: list[ChainCase], *, quiet: bool) -> Iterator[ChainCase]:
-    """The cases, with a bar on a terminal that names each."""
     with progress_bar(len(cases), quiet=quiet) as advance:
         for case in cases:
             advance(0, str(case))

@@ -91,7 +91,6 @@ def _failure(seed: int, problem: str, suffix: str) -> str:
 
 
 def _shown(seeds: range, *, quiet: bool) -> Iterator[int]:
-    """``seeds``, with a progress bar on a terminal."""
     with progress_bar(len(seeds), quiet=quiet) as advance:
         for seed in seeds:
             yield seed

@@ -44,7 +44,6 @@ def demo(
     json: Json = False,
 ) -> None:
     """Train a small GPT across real processes: fixed-order 1F1B beside readiness-driven dispatch."""
-    from rrfp.lab.demo.command import run_demo
     from rrfp.lab.demo.settings import DemoSettings
 
     settings = DemoSettings(
@@ -62,4 +61,6 @@ def demo(
         split=split,
         transport=transport,
     )
+    from rrfp.lab.demo.command import run_demo
+
     run_demo(settings, as_json=json)

@@ -167,7 +167,6 @@ def _known(names: str | Iterable[str]) -> Iterable[str]:
 
 
 def _check(cls: type[Any], field: Field[Any], value: Any) -> None:
-    """Refuse a value that is wrong by itself."""
     cls(**{**field.metadata["beside"], field.name: _value(field, value)})
 
 
@@ -182,7 +181,6 @@ def _value(field: Field[Any], given: Any) -> Any:
 
 
 def filled(cls: type[T], given: Given) -> T:
-    """A dataclass with the values that are given, one each."""
     return cls(**{each.name: _value(each, given[_name(each)]) for each in _given(cls, given)})
 
 
@@ -366,7 +364,6 @@ REPLAYED = (
 
 
 def wishes_of(given: Given) -> Wishes:
-    """What the options of `REPLAYED` say."""
     from rrfp.hints.registry import named_or_loaded_hint
     from rrfp.lab.advice.advice import Wishes
 

@@ -200,7 +200,6 @@ def _size(costs: CostTable) -> str:
 
 
 def _print_stages(simulation: Simulation) -> None:
-    """A row a stage, and one for all of them."""
     costs, busy, peaks = simulation.costs, simulation.result.busy, simulation.peaks
     decimals = _decimals(busy)
     rows: list[tuple[str, ...]] = []

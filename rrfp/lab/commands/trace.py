@@ -261,7 +261,6 @@ class RunReport:
         return self.steps[self.numbers.index(number)]
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Refuse the number of a step that the run does not have."""
         known = self.numbers
         for number in numbers:
             if number not in known:

@@ -71,7 +71,6 @@ class _Reaper:
     # torchrun by itself waits 30 s for a stopped worker, and leaves its workers running when it is killed.
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        #: Process ids that the workers reported.
         self.pids: set[int] = set()
         #: Set when a worker has reported a failure.
         self.failed = threading.Event()
@@ -81,7 +80,6 @@ class _Reaper:
         self._thread.start()
 
     def end(self) -> None:
-        """End all processes that still run."""
         self._done.set()
         self._thread.join()
         if self._process.poll() is None:
@@ -168,7 +166,6 @@ def _prepare(settings: DemoSettings) -> Path:
 
 
 def _with_progress(settings: DemoSettings, out: Path, *, quiet: bool) -> Lines:
-    """The lines of rank 0, with a bar or a line for each step."""
     lines = run_workers(settings, out / "workers.log")
     console = Console(stderr=True)
     if console.is_terminal:

@@ -146,7 +146,6 @@ class Head(nn.Module):
 
 
 def _seed_layer(seed: int, layer: int) -> None:
-    """Every layer draws from its own stream."""
     torch.manual_seed(int(np.random.SeedSequence([seed, layer]).generate_state(1, np.uint64)[0]))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rrfp.atomic_files import write_atomically
 from rrfp.core.usage import WaitCause
 from rrfp.engine.bound import lower_bound
 from rrfp.lab.demo.settings import BASELINE, JITTER, METHODS, PROFILE, DemoMethod, DemoSettings
@@ -102,7 +103,6 @@ class Steps:
 
 
 def _largest(peaks: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """For each stage the largest of all steps."""
     return tuple(map(max, zip(*peaks, strict=True)))
 
 
@@ -140,7 +140,7 @@ class DemoReport:
     def write(self, *, has_picture: bool, has_page: bool) -> list[str]:
         """Write summary, traces and, if possible, picture and page; returns their names."""
         summary = {**self.to_json(), "settings": asdict(self._settings)}
-        (self._out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_atomically(self._out / "summary.json", json.dumps(summary, indent=1) + "\n")
         traces = {method: self._traces(method) for method in self._settings.methods}
         for method, steps in traces.items():
             job = self._settings.methods[method].traced(self._settings.stages)

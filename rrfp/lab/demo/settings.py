@@ -15,17 +15,15 @@ from typing import Any
 from rrfp.costs import CostTable, make_costs
 from rrfp.errors import ConfigError, Faults
 from rrfp.hints.registry import named_or_loaded_hint
-from rrfp.lab.demo.model import GptConfig
 from rrfp.lab.generators.profiles import microbatch_sizes
+from rrfp.memory.admission import Limit
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import Layout
 from rrfp.model.topology import Topology
-from rrfp.pipeline.method import DispatchMethod
-from rrfp.pipeline.options import complete
 from rrfp.plugins import named_or_loaded
+from rrfp.schedules.registry import schedule_names, schedule_needs
 from rrfp.trace.job_data import TracedJob
-from rrfp.transports.inproc import InprocTransport
-from rrfp.transports.registry import TRANSPORTS
+from rrfp.transports.registry import TRANSPORTS, allowed_transports
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,9 @@ class DemoMethod:
 
     def traced(self, stages: int) -> TracedJob:
         """What its traces say of it: its lanes are threads, which take offers."""
+        from rrfp.pipeline.method import DispatchMethod  # needs torch, which wrong settings do not wait for
+        from rrfp.pipeline.options import complete
+
         options: Any = self.options()
         method = DispatchMethod(complete(options))
         return replace(method.traced(Topology(0, stages), is_serial=False), takes_offers=True)
@@ -98,27 +99,35 @@ def _row_name(text: str) -> str:
 def demo_transport(text: str) -> Any:
     """The argument of `rrfp.Pipeline` for the user's transport."""
     spec = named_or_loaded("transport", text)
-    factory = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
-    if isinstance(factory, type) and issubclass(factory, InprocTransport):
-        raise ConfigError(f"transport is {text!r}, must connect processes, as auto, shm and zmq do")
     if spec == "collective":
         raise ConfigError(
             "transport is 'collective', must be one without plain tcp, as auto, shm and zmq within a host"
         )
+    if spec in ("inproc", "simulated") or (spec not in TRANSPORTS.built_in and _is_within_a_process(spec, text)):
+        raise ConfigError(f"transport is {text!r}, must connect processes, as auto, shm and zmq do")
     return spec
 
 
+def _is_within_a_process(spec: Any, text: str) -> bool:
+    factory = TRANSPORTS.load(spec) if isinstance(spec, str) else spec
+    if not callable(factory):
+        raise ConfigError(f"transport is {text!r}, must lead to {allowed_transports()}")
+    from rrfp.transports.inproc import InprocTransport
+
+    return isinstance(factory, type) and issubclass(factory, InprocTransport)
+
+
 def check_methods(methods: Mapping[str, DemoMethod], transport: str) -> None:
-    """Refuse methods that the workers would refuse."""
     with Faults() as faults:
         with faults.kept():
-            complete({"transport": demo_transport(transport)})
+            demo_transport(transport)
         for method in methods.values():
             with faults.kept():
-                complete({"limit": method.limit})
+                Limit.resolve(method.limit, 0, 1)
             with faults.kept():
-                options: Any = method.options()
-                DispatchMethod(complete(options)).check(method.graph(2))
+                hint = method.options()["hint"]
+                if isinstance(hint, str) and hint in schedule_names():
+                    schedule_needs(hint).check(hint, method.graph(2), "--split splits it")
 
 
 #: The cost table that tasks are stretched to.
@@ -127,6 +136,7 @@ JITTER = "J2"
 
 MICROBATCH_SIZE = 4
 SEQUENCE_LENGTH = 128
+LAYERS = 4
 LEARNING_RATE = 3e-3
 
 
@@ -161,10 +171,9 @@ class DemoSettings:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        layers = GptConfig().layers
         with Faults() as faults:
-            if not 2 <= self.stages <= layers:
-                faults.keep(f"stages is {self.stages}, must be 2..{layers} (the model has {layers} layers)")
+            if not 2 <= self.stages <= LAYERS:
+                faults.keep(f"stages is {self.stages}, must be 2..{LAYERS} (the model has {LAYERS} layers)")
             for field, least in (("microbatches", 1), ("steps", 1), ("warm_up", 0), ("seed", 0)):
                 if getattr(self, field) < least:
                     with faults.kept():

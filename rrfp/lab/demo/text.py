@@ -3,19 +3,23 @@
 A batch depends on the seed and the step alone, so every rank makes the same batch and none is sent.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rrfp.errors import ConfigError
 
+if TYPE_CHECKING:  # the command looks at the text, and refuses a wrong one, without torch
+    from torch import Tensor
+
 #: Inputs and targets of a microbatch: bytes as int64, microbatch size x length, the targets one byte further on.
-Microbatch = tuple[Tensor, Tensor]
+Microbatch: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 def load_text(
@@ -60,7 +64,6 @@ def batches(
     # >= 0; the same arguments give the same batches, and more steps the same first ones.
     seed: int = 0,
 ) -> Iterator[list[Microbatch]]:
-    """The batch of each step, a list by microbatch."""
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size, "sequence_length": sequence_length}
     for field, value in sizes.items():
         if value < 1:
@@ -79,6 +82,8 @@ def batches(
 
 
 def _microbatch(data: np.ndarray, size: int, length: int, random: np.random.Generator) -> Microbatch:
+    import torch
+
     first = random.integers(0, len(data) - length, size=(size, 1))
     tokens = torch.from_numpy(data[first + np.arange(length + 1)].astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -19,7 +19,14 @@ from rrfp import timeouts
 from rrfp.compute.torch_stage import TorchStage
 from rrfp.errors import PipelineAborted
 from rrfp.lab.demo.model import GptConfig, build_stages, loss_fn
-from rrfp.lab.demo.settings import LEARNING_RATE, MICROBATCH_SIZE, SEQUENCE_LENGTH, DemoSettings, demo_transport
+from rrfp.lab.demo.settings import (
+    LAYERS,
+    LEARNING_RATE,
+    MICROBATCH_SIZE,
+    SEQUENCE_LENGTH,
+    DemoSettings,
+    demo_transport,
+)
 from rrfp.lab.demo.text import batches, load_text
 from rrfp.lab.emulated import PacedStage, table_durations
 from rrfp.model.topology import Topology
@@ -41,7 +48,7 @@ class MethodRun:
         self._method = method = settings.methods[name]
         partition = Partition(method.graph(topology.stages), settings.deterministic)
         placement = partition.graph.placement
-        parts = build_stages(GptConfig(), placement.num_virtual_stages, settings.seed)
+        parts = build_stages(GptConfig(layers=LAYERS), placement.num_virtual_stages, settings.seed)
         self._modules = modules = {v: parts[v] for v in placement.virtual_stages(topology.stage)}
         parameters = [parameter for module in modules.values() for parameter in module.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
@@ -130,7 +137,6 @@ def report(method: str, number: int, result: StepResult) -> None:
 
 
 def report_abort(error: BaseException | None, topology: Topology) -> None:
-    """Print why the pipelines ended, if ``error`` says that."""
     if isinstance(error, PipelineAborted):
         print_line({"event": "aborted", "stage": topology.stage, "origin": error.origin.stage, "error": str(error)})
 

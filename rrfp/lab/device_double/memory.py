@@ -55,7 +55,6 @@ class Memory:
                 segment.opened.append(region)
 
     def use(self, segment: Segment, operator: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """An operator of the segment is about to use tensors."""
         for tensor in reads:
             for key, region in self.regions.of(tensor):
                 self._check_writers(segment, operator, "reads", key, region)
@@ -122,7 +121,6 @@ class Memory:
                 segment.written.pop(key, None)
 
     def note_use(self, tensor: Tensor, stream: int) -> None:
-        """Freeing ``tensor`` while ``stream`` uses it is no problem."""
         for _, region in self.regions.of(tensor):
             region.noted.add(stream)
 
@@ -131,7 +129,6 @@ class Memory:
         self._at_risk = [region for region in self.regions if region.is_noted and not region.is_freed]
 
     def keep_noted(self) -> None:
-        """Let nothing be freed that was noted."""
         self._kept = [
             storage for region in self.regions if region.is_noted and (storage := region.storage()) is not None
         ]

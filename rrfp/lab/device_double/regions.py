@@ -36,9 +36,7 @@ class Work:
     uses: list[Region] = field(default_factory=list)
     #: Those that its stream did not make.
     reads: list[Reading] = field(default_factory=list)
-    #: The storages that it writes.
     writes: list[Region] = field(default_factory=list)
-    #: Whether the device has run it.
     is_done: bool = False
     #: When it ends, once it has begun.
     ends: float | None = None
@@ -59,7 +57,6 @@ class Region:
     owner: int | None = None
     #: Whether it was made outside blocks, for a stream that may make more of it at any time.
     is_outside: bool = False
-    #: Whether it counts as host memory.
     is_on_host: bool = False
     #: The streams for whose use `Device.note_use` keeps it.
     noted: set[int] = field(default_factory=set)
@@ -85,12 +82,10 @@ class Region:
         return bool(self.ref.expired())  # type: ignore[no-untyped-call]
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage; None if it was freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
         return storage
 
     def cover(self) -> None:
-        """Put the bytes aside."""
         if (storage := self.storage()) is not None and self.kept is None:
             pointer, size = storage.data_ptr(), storage.nbytes()
             self.kept = pointer, ctypes.string_at(pointer, size)

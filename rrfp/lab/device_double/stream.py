@@ -188,7 +188,6 @@ class Issuer:
             here.watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, stream: DoubleStream) -> None:
-        """End the innermost block, which is one of ``stream``."""
         here = self._here()
         if len(here.blocks) == 1:
             here.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -203,7 +202,6 @@ class Issuer:
         stream.turn.release()
 
     def stray(self, stream: DoubleStream) -> None:
-        """Issue the rest of the block on ``stream``."""
         here = self._here()
         if not here.blocks:
             raise RuntimeError("a stream can be made current only inside a block")
@@ -215,7 +213,6 @@ class Issuer:
         left.turn.release()
 
     def record(self, stream: DoubleStream, *, is_timed: bool = False) -> DoubleEvent:
-        """An event behind what was issued on ``stream``."""
         self._timeline.call()
         with self._cutting(stream):
             event = self._new_event(stream)
@@ -223,7 +220,6 @@ class Issuer:
             return event
 
     def wait(self, stream: DoubleStream, event: DoubleEvent) -> None:
-        """Put ``event`` before what is issued on ``stream`` next."""
         self._timeline.call()
         event.use("waited for")
         with self._cutting(stream):

@@ -73,7 +73,6 @@ class DoubleEvent(Event):
         self._is_released = True
 
     def use(self, how: str) -> None:
-        """Report the use of a released event."""
         if self._is_released:
             self._report(f"an event was {how} after its release")
 

@@ -46,7 +46,6 @@ _PROVED = {"paper": (1, -1)}
 
 
 def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str) -> Bounds:
-    """The bounds for a chain."""
     chunks = placement.chunks
     staircase = (0, chunks - 1)
     excess, kept = _PROVED.get(rule, staircase) if chunks > 1 and mode is Mode.TRAIN else staircase
@@ -62,7 +61,6 @@ def bounds_of(placement: Placement, limits: Sequence[int], mode: Mode, rule: str
 
 
 def _feeders(placement: Placement, stage: int) -> set[int]:
-    """The other stages whose forwards this one reads."""
     return {placement.stage_of(v - 1) for v in placement.virtual_stages(stage) if v} - {stage}
 
 
@@ -152,9 +150,7 @@ class ChainCase:
     microbatches: int
     chunks: int = 1
     layout: Layout = "looped"
-    #: Which virtual stages split it.
     backward: Backward = "whole"
-    #: Training or forward only.
     mode: Mode = Mode.TRAIN
     #: K, or ``"1f1b"``.
     limit: int | Literal["1f1b"] = 1
@@ -263,11 +259,8 @@ class Explored(Generic[CaseT_co]):
 class Grid:
     """Lists of values; every sensible combination is a `ChainCase`."""
 
-    #: Values of N.
     stages: Sequence[int] = (1, 2, 3, 4)
-    #: Values of M.
     microbatches: Sequence[int] = (1, 2, 3, 4)
-    #: Values of C.
     chunks: Sequence[int] = (1, 2)
     layouts: Sequence[Layout] = ("looped", "v")
     backwards: Sequence[Backward] = ("whole", "split", "mixed")

@@ -118,7 +118,6 @@ class StageProblem:
         return len({*zip(self.sizes, self.estimates or self.sizes, strict=True)}) <= 1
 
     def core(self) -> StageCore:
-        """A new core, in its step."""
         core = StageCore(
             self.graph, self.stage, UnusedHint(), self.limit, in_order=self.in_order, admission=self.admission
         )
@@ -180,7 +179,6 @@ class StageOracle:
         return answer
 
     def core(self, state: State) -> StageCore:
-        """A core of the stage after all events of ``state``."""
         problem, step, core = self._problem, self._problem.step, self._problem.core()
         for microbatch, (ran, size, visited) in enumerate(zip(state, problem.sizes, self.visited, strict=True)):
             for bit, (kind, virtual_stage) in self._visible:
@@ -280,7 +278,6 @@ def bits_of(graph: TaskGraph, mode: Mode) -> dict[tuple[Kind, int], int]:
 
 
 def visited_bits(bits: Mapping[tuple[Kind, int], int], visits: Visits) -> tuple[int, ...]:
-    """By microbatch, the bits of the tasks that it has."""
     of_pattern = {skipped: sum(bit for (_, v), bit in bits.items() if v not in skipped) for skipped in visits.patterns}
     return tuple(of_pattern[visits.skipped_by(microbatch)] for microbatch in range(visits.microbatches))
 
@@ -471,7 +468,6 @@ class _Explorer:
         return Deadlock(trace, tuple(c.view.held for c in cores), tuple(map("; ".join, waits)))
 
     def _trace(self, state: State, parents: dict[State, tuple[State, Move] | None]) -> tuple[Task, ...]:
-        """The tasks that lead to ``state``, under constant numbers."""
         steps: list[tuple[State, Move]] = []
         while (parent := parents[state]) is not None:
             steps.append(parent)

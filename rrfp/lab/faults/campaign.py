@@ -47,7 +47,6 @@ def run_seed(
 
 
 def replay_command(seed: int) -> str:
-    """The command that makes the run of ``seed`` again."""
     return f"rrfp check faults --seed {seed}"
 
 
@@ -103,7 +102,6 @@ def _of_a_finish(scenario: Scenario, cluster: FaultCluster) -> Iterator[str]:
 
 
 def _is_missed_by_nobody(message: AnyId) -> bool:
-    """Whether nothing may wait for ``message``."""
     # Most of what a follower holds only makes its leader count better. A forward may be claimed by another copy, too.
     if isinstance(message, ClaimMessageId):
         return message.sort == "claim"
@@ -155,7 +153,6 @@ class Campaign:
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, run: FaultRun) -> None:
-        """Count one more run."""
         faults = run.scenario.faults
         kind = {0: "none", 1: name_of(faults[0]) if faults else ""}.get(len(faults), "several")
         self.runs += 1
@@ -165,7 +162,6 @@ class Campaign:
 
 
 def run_campaign(seeds: Iterable[int], hint: HintSpec | None = None, *, make_core: CoreFactory = StageCore) -> Campaign:
-    """Run many seeds; see `run_seed`."""
     campaign = Campaign()
     for seed in seeds:
         campaign.add(run_seed(seed, hint, make_core=make_core))

@@ -52,7 +52,6 @@ class MessageChecker:
         return first.get(False), first.get(True)
 
     def finish_step(self) -> None:
-        """The core says that its step is done."""
         self._is_over = True
 
     def is_early(self, parcel: Parcel) -> bool:

@@ -33,7 +33,6 @@ from rrfp.model.tasks import Mode, StepId, Task
 class FaultChecker(RankChecker):
     """Collects what is wrong on one rank, against a reference's values."""
 
-    #: Of the step that is open.
     reference: Reference
 
     def __init__(self, rank: Rank, scenario: Scenario) -> None:
@@ -58,7 +57,6 @@ class FaultChecker(RankChecker):
         self.violations.append(self.named(what))
 
     def compare(self, task: Task, value: int) -> None:
-        """``task`` has computed ``value``."""
         if value != self.reference.values.get(task):
             self.object_to(f"computed a wrong value in {task}: it read a wrong or stale input")
 
@@ -83,7 +81,6 @@ class FaultNode(Node):
         self.sums: dict[int, int] = {}
 
     def open_step(self, step: StepId) -> None:
-        """Its next step begins, on nothing."""
         super().open_step(step)
         scenario, rank = self._scenario, self.rank
         pool = scenario.pool_of(step, rank)
@@ -120,7 +117,6 @@ class Failures:
 
     @property
     def all_finished(self) -> bool:
-        """Whether every rank has done every step."""
         return all(node.num_finished == self._num_steps for node in self._nodes)
 
     def accept(
@@ -381,7 +377,6 @@ class FaultCluster(TimedCluster[FaultNode]):
         self.apply(node, ev.Previewed(task, self.bytes_held(node, task)))
 
     def drop(self, node: FaultNode, task: Task) -> None:
-        """The value is gone."""
         node.values.drop(task)
 
     def reduce(self, node: FaultNode, virtual_stage: int) -> None:

@@ -21,7 +21,6 @@ class MissingInputError(Exception):
 
 
 def value_of(step: int, task: Task, read: tuple[int, ...], salt: int = 0) -> int:
-    """What ``task`` computes from the values that it reads, in graph order."""
     # Microbatches have salts: replicas have other data, members of a group other shards.
     # A hash of a tuple of integers is the same in every process; only hashes of text are not.
     return hash((_CODES[task.kind], step, task.microbatch, task.virtual_stage, salt, *read))
@@ -99,13 +98,11 @@ class StageValues:
             self._outputs[task] = value
 
     def output(self, task: Task) -> int:
-        """The output of ``task``, to be sent."""
         if task not in self._outputs:
             raise MissingInputError(f"{task} is to be sent, and its output was dropped")
         return self._outputs[task]
 
     def compute(self, step: int, task: Task) -> int:
-        """Run ``task`` on what is here."""
         read = []
         for source in filter(self._visits.exists, self._graph.inputs(task)):
             held = self._kept if source.virtual_stage == task.virtual_stage else self._outputs
@@ -124,5 +121,4 @@ class StageValues:
             self._gradients[task.virtual_stage] = self._gradients.get(task.virtual_stage, 0) + value
 
     def drop(self, task: Task) -> None:
-        """Nothing needs the output of ``task`` any longer."""
         self._outputs.pop(task, None)

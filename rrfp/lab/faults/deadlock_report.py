@@ -176,7 +176,6 @@ class DeadlockReport:
                 yield Debt(message, self._has_run(sender, step, here))
 
     def _orders(self, node: Node, leader: Node, step: StepId) -> Iterator[Debt]:
-        """Entries of the log that a follower lacks."""
         core = node.core
         if core.step is None or not self._waiting[node.rank]:
             return
@@ -202,7 +201,6 @@ class DeadlockReport:
         return entry is None or all(where(source.virtual_stage) == follower.rank.stage for source in entry.absent)
 
     def _has_run(self, node: Node, step: StepId, tasks: list[Task]) -> bool:
-        """Whether ``node`` has completed ``tasks``, in ``step``."""
         current = node.step_or_none
         if current is None or current.number < step.number:
             return False

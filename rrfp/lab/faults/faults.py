@@ -30,7 +30,6 @@ class MessageId:
     task: Task
     #: The rank that sends it; the stage where each has one rank.
     sender: int
-    #: The rank that it goes to.
     receiver: int
     #: a `Consumed` of a forward-only step; else it carries an output.
     is_credit: bool = False
@@ -59,14 +58,11 @@ class GroupMessageId:
     kind: GroupMessageKind
     #: The entry of the log, the task that is reported, or the round.
     about: int | Task
-    #: The rank that sends it.
     sender: int
-    #: The rank that it goes to.
     receiver: int
 
     @property
     def channel(self) -> Channel:
-        """The FIFO of all that one member says to another."""
         return self.sender, self.receiver, "group"
 
     @property
@@ -90,21 +86,17 @@ class ClaimMessageId:
     sort: ClaimSort
     #: The forward.
     about: Task
-    #: The rank that sends it.
     sender: int
-    #: The rank that it goes to.
     receiver: int
 
     @property
     def channel(self) -> Channel:
-        """The FIFO of all that one rank says to another of forwards."""
         return self.sender, self.receiver, "claims"
 
     def __str__(self) -> str:
         return f"{self.sort} {self.about} {_way(self.sender, self.receiver)} in step {self.step}"
 
 
-#: What travels between ranks.
 AnyId = MessageId | GroupMessageId | ClaimMessageId
 
 _SORTS = {

@@ -44,7 +44,6 @@ class Parcel(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """The message itself."""
         assert self.packet is not None, f"{self.id} has no content"
         return self.packet.content
 
@@ -58,7 +57,6 @@ _CLAIM_SORTS: Mapping[type, ClaimSort] = {Offered: "offer", Claimed: "claim", Gr
 
 
 def identity_of(packet: Envelope) -> AnyId:
-    """Which message of the run ``packet`` is."""
     sender, receiver, content = packet
     number = content.step.number
     if isinstance(content, ClaimMessage):
@@ -80,7 +78,6 @@ class FaultyNetwork:
         self.kept: list[tuple[MessageFault, Parcel]] = []
         #: All that was sent, and when.
         self.sent: list[tuple[float, AnyId]] = []
-        #: Messages that never arrive.
         self.lost: list[AnyId] = []
         #: The faults that have had their chance.
         self.applied: list[Fault] = []
@@ -92,7 +89,6 @@ class FaultyNetwork:
         self._next_numbers: dict[tuple[int, Channel], int] = {}
 
     def next_number(self, message: AnyId) -> int:
-        """The number of ``message``, to be sent, in its channel and step."""
         key = (message.step, message.channel)
         number = self._next_numbers.get(key, 0)
         self._next_numbers[key] = number + 1

@@ -121,7 +121,6 @@ class RandomFaults:
         return Delay(self._message(), self._rng.random() < 0.6)
 
     def _message(self) -> AnyId:
-        """Any message that the run sends."""
         if self._is_in_group():
             return self._group_message()
         rng, step = self._rng, self._rng.choice(self._steps)
@@ -139,11 +138,9 @@ class RandomFaults:
         return MessageId(step.number, Task(Kind.B, microbatch, v), upper, lower)
 
     def _is_in_group(self) -> bool:
-        """Whether a message is one inside a group."""
         return self._parallelism.members > 1 and (not self._edges or self._rng.random() < 0.7)
 
     def _counterparts(self, *stages: int) -> list[Rank]:
-        """One rank of each stage, all of one replica and member."""
         chosen = self._rng.choice(self._ranks)
         counterparts = [r for r in self._ranks if (r.replica, r.member) == (chosen.replica, chosen.member)]
         return [counterparts[stage] for stage in stages]
@@ -192,7 +189,7 @@ class RandomClaimFaults(RandomFaults):
         self._latency = scenario.control_latency
 
     def _fault(self) -> Fault:
-        return self._any_fault()
+        return self._any_fault() if self._by_sort else self._pause()
 
     def _instant(self) -> float:
         """At times while something is said of a forward."""
@@ -281,6 +278,8 @@ def make_scenario(seed: int, hint: HintSpec | None = None, *, alone: bool = Fals
     if shares:
         parallelism = Parallelism(replicas=pool.choice([2, 2, 3]))
         shared = _shared(pool, stages, parallelism.replicas, steps)
+        # Drawn apart, as `_takes_offers`.
+        shared = replace(shared, is_even=not shared.are_known and random.Random(f"{seed} even").random() < 0.5)
         limits = _shared_limits(pool, limits, graph.placement.chunks, shared.bytes_held)
     elif any(parallelism.bytes_held) and RULES[limits[0].rule].counts_bytes and not make_hint(0).may_wait:
         room = max(parallelism.bytes_held) * graph.placement.chunks * together.choice([1, 1, 2, most])
@@ -358,7 +357,6 @@ def _graph(rng: random.Random) -> TaskGraph:
 
 
 def _split(rng: random.Random, count: int) -> tuple[bool, ...]:
-    """Which virtual stages split their backward."""
     share = rng.choice([0.0, 1.0, 0.5])
     return tuple([rng.random() < share for _ in range(count)])
 

@@ -79,12 +79,16 @@ class SharedForwards:
     are_known: bool = False
     #: By microbatch, what it holds on a chunk from its forward to its last task; empty: nothing.
     bytes_held: tuple[int, ...] = ()
+    #: Whether they keep their first microbatch.
+    is_even: bool = False
 
     def describe(self) -> list[str]:
         """How they do, in words."""
         slow = [f"stage {s} replica {c} {pace:g}" for s, row in enumerate(self.paces) for c, pace in enumerate(row)]
         times = [text for text in slow if not text.endswith(" 1")]
         parts = [f"replicas share forwards, of which a rank claims {self.depth} ahead"]
+        if self.is_even:
+            parts[0] += ", but for the first microbatch of each"
         if times:
             parts.append(f"times slower{', as all know' if self.are_known else ''}: {', '.join(times)}")
         if self.bytes_held:
@@ -136,7 +140,8 @@ class Scenario:
         if shared is None or step.mode is not Mode.TRAIN:
             return None
         paces = shared.paces[rank.stage] if shared.are_known else ()
-        return Pool(rank.replica, self.parallelism.replicas, shared.homes[step.number], shared.depth, paces)
+        homes = shared.homes[step.number]
+        return Pool(rank.replica, self.parallelism.replicas, homes, shared.depth, paces, shared.is_even)
 
     def salts_of(self, step: StepId, rank: Rank) -> tuple[int, ...]:
         """By microbatch, what tells its values on ``rank`` from those of other replicas and shards."""
@@ -144,7 +149,6 @@ class Scenario:
         return (rank.salt,) * step.microbatches if pool is None else tuple(map(rank.salt_in, pool.homes))
 
     def seconds(self, rank: Rank, task: Task) -> float:
-        """How long ``task`` takes on ``rank``."""
         pace = self.shared.paces[rank.stage][rank.replica] if self.shared is not None else 1.0
         return pace * self.durations[task.kind][task.virtual_stage][task.microbatch]
 
@@ -196,7 +200,6 @@ class Scenario:
         return ranks_of(self.graph.placement.stages, self.parallelism.replicas, self.parallelism.members)
 
     def latency(self, output: Arrived, member: int) -> float:
-        """Seconds that ``output`` travels to ``member`` of its reader."""
         kind, microbatch, virtual_stage = output.task
         lag = self.parallelism.lag(output.step.number, microbatch, virtual_stage, member)
         return self.latencies[kind][virtual_stage][microbatch] + lag
@@ -208,6 +211,5 @@ class Scenario:
 
 
 def _on_each_stage(placement: TablePlacement) -> Iterator[str]:
-    """The virtual stages of each stage."""
     for stage in range(placement.stages):
         yield " ".join(map(str, placement.virtual_stages(stage)))

@@ -53,7 +53,7 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
     """
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     if level not in JITTER_LEVELS:
-        raise ConfigError(f"jitter is {level!r}, must be one of {', '.join(JITTER_LEVELS)}")
+        raise ConfigError(f"jitter is {level!r}, must be one of: {', '.join(JITTER_LEVELS)}")
     whole_backward = table.to_unsplit().backward
     chunks = [table.chunks_of(table.stage_of(v)) for v in range(table.num_virtual_stages)]
     floors = JITTER_LEVELS[level].floor / np.array(chunks, dtype=np.float64)

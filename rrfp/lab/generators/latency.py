@@ -81,7 +81,7 @@ def parse_latency(model: str) -> tuple[str, float]:
     if not colon and name in LATENCY_MODELS:
         return name, CONSTANT_DEFAULT if name == "constant" else 0.0
     if name != "constant":
-        raise ConfigError(f"latency is {model!r}, must be one of {', '.join(LATENCY_MODELS)}")
+        raise ConfigError(f"latency is {model!r}, must be one of: {', '.join(LATENCY_MODELS)}")
     try:
         seconds = float(argument)
     except ValueError:
@@ -153,7 +153,6 @@ class RankLatencies:
         return cls(forward, backward)
 
     def slowest(self, costs: CostTable) -> CostTable:
-        """The table of the group as one rank, its slowest."""
         self.check_fits(costs)
         return replace(costs, latency_forward=self.forward.max(axis=2), latency_backward=self.backward.max(axis=2))
 
@@ -174,11 +173,10 @@ def rank_latencies(
     seed: int = 0,
     step: int = 0,
 ) -> RankLatencies:
-    """Draw the latencies of ``tp`` ranks for one step."""
     # A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
     if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
-        raise ConfigError(f"latency is {model!r}, must be one of {', '.join(RANK_LATENCY_MODELS)}")
+        raise ConfigError(f"latency is {model!r}, must be one of: {', '.join(RANK_LATENCY_MODELS)}")
     of_table = costs.acting_latencies()
     drawn = [of_table]
     for rank in range(1, count):
@@ -192,7 +190,6 @@ def rank_latencies(
 
 
 def _shuffled(latencies: tuple[Matrix, Matrix], seed: int, step: int, rank: int) -> tuple[Matrix, Matrix]:
-    """The latencies of each edge, in ``rank``'s random order."""
     random = generator(RandomStream.RANK, seed, rank, step)
     forward, backward = (random.permuted(rows, axis=1) for rows in latencies)
     return forward, backward

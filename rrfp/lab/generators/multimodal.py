@@ -80,7 +80,7 @@ def multimodal_costs(
         latency: a model of `LATENCY_MODELS`.
     """
     if graph not in GRAPHS:
-        raise ConfigError(f"graph is {graph!r}, must be one of {', '.join(GRAPHS)}")
+        raise ConfigError(f"graph is {graph!r}, must be one of: {', '.join(GRAPHS)}")
     stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
     factors = _factors(microbatches, _shares(images, sounds), whole("seed", seed, 0), whole("step", step, 0))
     pieces = _equal_shares(stages) if graph != "colocated" else _spread(stages)
@@ -131,7 +131,6 @@ def _equal_shares(stages: int) -> list[_Piece]:
 
 
 def _spread(stages: int) -> list[_Piece]:
-    """An Nth of each part on every stage."""
     return [_Piece(part, stage, seconds / stages) for part, seconds in PARTS.items() for stage in range(stages)]
 
 

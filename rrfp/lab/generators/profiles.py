@@ -104,7 +104,7 @@ def microbatch_sizes(
 def _factors(profile: str, stages: int, microbatches: int, seed: int, step: int) -> Matrix:
     """The factors of the stages' layers for one step, N x M."""
     if profile not in PROFILES:
-        raise ConfigError(f"profile is {profile!r}, must be one of {', '.join(PROFILES)}")
+        raise ConfigError(f"profile is {profile!r}, must be one of: {', '.join(PROFILES)}")
     stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     return PROFILES[profile](stages, microbatches, generator(RandomStream.PROFILE, seed, step))

@@ -247,7 +247,6 @@ def _row(name: str, candidate: Candidate, search: Search, steps: RebuiltSteps) -
 
 
 def _assumed(basis: Basis, steps: RebuiltSteps, search: Search) -> Iterator[str]:
-    """What candidates rest on."""
     if search.guessed is not None:
         guess = (
             "weight gradients take a third to a half of backward: no plan rests on it; a split trace has their times"

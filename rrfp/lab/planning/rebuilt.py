@@ -47,7 +47,6 @@ class StepShape:
     split: bool | None
     weight_part: float | None
     microbatches: int
-    #: Stages that recompute.
     recompute: tuple[int, ...] = ()
 
 
@@ -273,7 +272,6 @@ class RebuiltSteps:
                 self._jitter[kind, v] = _Jitter.of(_over_mean(seconds, self._mean[kind][v]), drawn[v])
 
     def _recomputing(self, step: RecordedStep, stages: Sequence[int]) -> RecordedStep:
-        """A step of which some stages recompute."""
         found, costs = self.recomputed, step.costs
         if found is None or not stages:
             return step
@@ -331,7 +329,6 @@ class RebuiltSteps:
         return weights
 
     def _jitter_weight(self, kind: Kind) -> Matrix:
-        """The mean time of each recorded virtual stage."""
         mean: Matrix = np.mean([step.costs.durations[kind].mean(axis=1) for step in self._recorded], axis=0)
         return mean
 

@@ -50,7 +50,6 @@ class Candidate:
     split: bool
     microbatches: int
     method: Method
-    #: Stages.
     recompute: tuple[int, ...] = ()
 
     def shape(self, weight_part: float | None) -> StepShape:
@@ -100,7 +99,6 @@ class Search:
         self._method = replace(method, hint=hint, strict=None, limit=method.limit or "n")
         self._known: dict[tuple[Candidate, int], tuple[list[float], float, int]] = {}
         self._tasks = 0
-        #: Whether Ctrl-C ended the search.
         self.is_interrupted = False
         #: What was not tried, one line each.
         self.left_out: list[str] = []
@@ -131,7 +129,6 @@ class Search:
                 raise
 
     def result(self, candidate: Candidate, numbers: Sequence[int]) -> Result:
-        """A candidate on steps of these numbers."""
         runs = [self._run(candidate, number) for number in numbers]
         brackets = tuple(np.array(column) for column in zip(*(seconds for seconds, _, _ in runs), strict=True))
         mean = np.mean(brackets, axis=0)

@@ -248,7 +248,6 @@ def _messages(trace: StepTrace) -> list[Plain]:
 
 
 def _advice(path: str, run: TracedRun, options: ReportOptions, replayed: Callable[[], object]) -> Plain:
-    """The advice, or why there is none."""
     training = [trace for trace in run.steps[WARM_UP_STEPS:] if is_training(trace)][-10:]
     tasks = sum(len(trace.tasks) for trace in training)
     command = f"rrfp advise {path}" + (f" --run '{run.name}'" if options.run is not None else "")

@@ -32,7 +32,6 @@ def write_report(
 
 
 def require_library() -> None:
-    """Refuse to write a report without its plotting library."""
     _library()
 
 

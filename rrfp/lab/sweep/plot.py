@@ -81,8 +81,6 @@ _Panel = tuple[str, list[MethodSummary]]
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """All panels and what they share."""
-
     rows: Sequence[SweepRow]
     panels: list[_Panel]
     columns: int

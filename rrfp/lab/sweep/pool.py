@@ -36,7 +36,6 @@ class WorkerLostError(RrfpError):
 
 
 def usable_cores() -> int:
-    """How many processes can compute at a time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from rrfp.core.usage import WaitCause
@@ -89,7 +90,6 @@ class SweepRow:
 
     @classmethod
     def of(cls, experiment: Experiment, run: Simulation | TensorParallelSimulation) -> SweepRow:
-        """The row of a run that was made."""
         workload, method = experiment.workload, experiment.method
         groups = run if isinstance(run, TensorParallelSimulation) else None
         simulation = run if isinstance(run, Simulation) else run.simulation
@@ -156,12 +156,15 @@ class SweepFile:
             self.rows += 1
 
     def _write(self, values: Sequence[str]) -> None:
+        whole = os.fstat(self._file.fileno()).st_size
         try:
             self._writer.writerow(values)
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # what is left to write
                 self._file.close()
+            if (path := Path(self._file.name)).is_file():  # whole rows stay
+                os.truncate(path, whole) if whole else path.unlink()
             raise ConfigError(f"{self._file.name}: cannot be written ({error.strerror or error})") from None
 
     def __enter__(self) -> Self:
@@ -179,7 +182,6 @@ def _source_of_sizes(experiment: Experiment) -> str | None:
 
 
 def text_of(value: object) -> str:
-    """A value of a column, as the file has it."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -243,7 +245,6 @@ def _worthwhile(experiments: Sequence[Experiment]) -> int:
 
 
 def _outcome(experiment: Experiment) -> SweepRow | str:
-    """The row, or why there is none."""
     # An experiment itself may not be picklable.
     try:
         return SweepRow.of(experiment, experiment.simulate())

@@ -43,7 +43,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of at least one value."""
         sample = list(values)
         std = statistics.stdev(sample) if len(sample) > 1 else None
         return cls(statistics.fmean(sample), min(sample), max(sample), std)
@@ -130,7 +129,6 @@ def useless_limits(groups: Sequence[MethodSummary]) -> list[tuple[MethodSummary,
 
 
 def why_useless(smaller: MethodSummary, larger: MethodSummary) -> str:
-    """Why the larger limit of such a pair gains nothing."""
     before, after = (group.spread("memory_wait_share").mean for group in (smaller, larger))
     stage = max(smaller.rows, key=lambda row: row.memory_wait_share).memory_wait_stage
     few, many = smaller.rows[0].limit, larger.rows[0].limit
@@ -154,7 +152,6 @@ def why_useless(smaller: MethodSummary, larger: MethodSummary) -> str:
 
 
 def _limits_of(group: MethodSummary) -> list[Limit]:
-    """The limit of each stage, as on a chain."""
     row = group.rows[0]
     text = str(row.limit).removeprefix(SAME_BYTES)
     return [Limit.resolve(text, stage, row.stages) for stage in range(row.stages)]
@@ -176,18 +173,15 @@ def label(row: SweepRow) -> str:
 
 
 def varied(rows: Sequence[SweepRow], columns: Iterable[str]) -> list[str]:
-    """The columns that differ between rows."""
     return [column for column in columns if len({getattr(row, column) for row in rows}) > 1]
 
 
 def changing(rows: Sequence[SweepRow]) -> list[str]:
-    """The columns in which workloads differ."""
     # Not chunks beside a graph, whose stages need not have equally many.
     return [column for column in varied(rows, WORKLOAD_COLUMNS) if column != "chunks" or not _have_graph(rows)]
 
 
 def shown(column: str, value: Any) -> str:
-    """A workload's value in a table."""
     if column == "placement" and value == "table":
         return "a graph"
     return "-" if value is None else str(value)

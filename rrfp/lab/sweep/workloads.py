@@ -170,7 +170,6 @@ class CostFile:
 
 
 def with_sizes(workload: Workload | CostFile | MultimodalWorkload, *, sized: bool = False) -> CostTable:
-    """The cost table with the sizes that hints receive."""
     table, sizes = workload.costs(sized=sized), workload.sizes()
     return table if sizes is None else replace(table, sizes=tuple(sizes))
 

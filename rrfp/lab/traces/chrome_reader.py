@@ -144,15 +144,12 @@ def read_run(path: str | os.PathLike[str], name: str | None) -> list[TracedRun]:
 
 
 def _is_ours(event: dict[str, Any]) -> bool:
-    """Whether the reader needs the event."""
     if event.get("ph") == "M":
         return event.get("name") == "process_name"
     return is_message(event) or (event.get("ph") == "X" and event.get("cat") in ("step", "computation", "wait"))
 
 
 class _Reader:
-    """Collects the events of one run."""
-
     def __init__(self) -> None:
         self._name = "pipeline"
         self._steps: dict[int, tuple[float, float]] = {}
@@ -186,7 +183,6 @@ class _Reader:
         return TracedRun(self._name, count, tuple(self._trace(step) for step in self._steps), graph=self._graph)
 
     def _check_placed(self, count: int) -> None:
-        """Refuse a task on a virtual stage that does not exist."""
         for spans in self._tasks.values():
             for span in spans:
                 if span.task.virtual_stage >= count:

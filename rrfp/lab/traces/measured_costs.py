@@ -54,11 +54,9 @@ class Shape:
 class TracedStep:
     """A whole step."""
 
-    #: The step's.
     number: int
     shape: Shape
     microbatches: int
-    #: From its start to its end.
     seconds: float
     #: The span of every task; a virtual stage that is not split has no W.
     tasks: Mapping[Task, TaskSpan]
@@ -77,7 +75,6 @@ def is_training(trace: StepTrace) -> bool:
 
 
 def traced_step(trace: StepTrace, num_stages: int, graph: TaskGraph | None = None) -> TracedStep:
-    """Check a recorded training step."""
     tasks = _tasks(trace)
     microbatches = 1 + max(task.microbatch for task in tasks)
     ran = {task.kind for task in tasks}
@@ -140,7 +137,6 @@ def _stages_of(spans: Iterable[TaskSpan]) -> list[int]:
 
 
 def _check_placed(spans: Iterable[TaskSpan], graph: TaskGraph) -> None:
-    """Refuse a task that ran elsewhere than the graph says."""
     for span in spans:
         v = span.task.virtual_stage
         if v >= len(graph.stage_of) or graph.stage_of[v] != span.stage:
@@ -388,7 +384,6 @@ def _held(steps: Sequence[TracedStep], graph: TaskGraph, middle: Middle) -> Matr
 
 
 def _latencies(steps: Sequence[TracedStep], graph: TaskGraph, kind: Kind, middle: Middle) -> Matrix:
-    """By edge and microbatch; nan where none is known."""
     rows = np.full((len(_edges(graph)), steps[0].microbatches), np.nan)
     for e, m in np.ndindex(rows.shape):
         u, v = _edges(graph)[e]

@@ -7,6 +7,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rrfp.atomic_files import write_atomically
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
 from rrfp.model.tasks import KINDS, Kind
@@ -41,20 +43,17 @@ def picture_format(path: str | os.PathLike[str]) -> str:
 
 
 def save_picture(path: str | os.PathLike[str], draw: Callable[[], Figure]) -> None:
-    """Draw a picture, once its format is allowed, and write it over an old file."""
+    """Draw a picture, once its format is allowed, and replace an old file by it."""
     name = picture_format(path)
-    figure = draw()
-    try:
-        figure.savefig(path, format=name, dpi=figure.dpi)
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
+    figure, picture = draw(), io.BytesIO()
+    figure.savefig(picture, format=name, dpi=figure.dpi)
+    write_atomically(path, picture.getvalue())
 
 
 Colour = tuple[float, float, float]
 
 
 def rgb(text: str) -> Colour:
-    """The colour that ``#rrggbb`` names."""
     return int(text[1:3], 16) / 255, int(text[3:5], 16) / 255, int(text[5:7], 16) / 255
 
 
@@ -128,7 +127,6 @@ def _method_look(name: str, place: int) -> Mapping[str, Any]:
 
 
 def kind_colour(kind: Kind, chunk: int, chunks: int) -> Colour:
-    """The colour of a task: its kind's, paler for deeper chunks."""
     pale = _PALEST * chunk / max(1, chunks - 1)
     red, green, blue = (part + (1 - part) * pale for part in KIND_COLOURS[kind])
     return red, green, blue

@@ -201,7 +201,6 @@ class Timelines:
     chunk_of: dict[tuple[int, int], int]
     #: Chunk of each virtual stage on its stage, and how many there are at most; of graphs, its part.
     chunks: int
-    #: The names of the parts of graphs.
     parts: Sequence[str] = ()
 
     @classmethod
@@ -395,7 +394,6 @@ class Timelines:
         return [(start, top), (end, top), (end, bottom), (start, bottom)]
 
     def _style_time(self, axes: Axes, *, has_numbers: bool) -> None:
-        """The common time axis."""
         scale, _ = self._unit
         axes.set_xlim(self.start, self.end)
         axes.spines[:].set_visible(False)

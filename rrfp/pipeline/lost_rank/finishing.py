@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from torch import nn
 
 from rrfp.compute.program import Batch
 from rrfp.compute.rng import replica_seed
-from rrfp.errors import Origin, PipelineAborted, RankLostError, RrfpError, StageError
+from rrfp.errors import Origin, PipelineAborted, RankLostError, RrfpError, StageError, TransportError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.pipeline.lost_rank.roll_call import Decision, End, RollCall, RollCallAnswer, lost_rank
+from rrfp.pipeline.lost_rank.roll_call import Decision, End, RollCall, RollCallAnswer
 from rrfp.pipeline.lost_rank.step_snapshot import StepSnapshot
 from rrfp.pipeline.lost_rank.survivors import Survivors
+from rrfp.pipeline.lost_rank.watch import SurvivorWatch
 from rrfp.runtime import records
-from rrfp.runtime.abort import Failure, describe, failure_of
+from rrfp.runtime.abort import Failure, describe, failure_of, lost_rank
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.steps.batch_copies import CopiedBatch
 from rrfp.runtime.steps.passed import factors_of
@@ -29,6 +31,7 @@ from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.result import StepResult
 from rrfp.trace.spans import StepTrace
 from rrfp.transports.base import Rendezvous
+from rrfp.transports.rendezvous import StoreRendezvous, in_thread
 from rrfp.transports.secret import Secret
 
 logger = get_logger(__name__)
@@ -80,6 +83,10 @@ class Finishing:
         self._timeout_s = timeout_s
         self._roll_call: RollCall | None = None
         self._deciding: asyncio.Task[Decision] | None = None
+        #: On whose host the rendezvous store is, where that is known.
+        self._store_rank: int | None = None
+        #: Once there is a decision.
+        self._watch: SurvivorWatch | None = None
         self._runner: StageRunner | None = None
         #: The newest step of this rank's caller, and its result while the reports of all ranks are not here.
         self._plan: StepPlan | None = None
@@ -92,6 +99,8 @@ class Finishing:
         """``runner`` is this rank's; nothing has failed yet."""
         self._runner = runner
         self._roll_call = RollCall(self._topology, self._run_id, self._secret, rendezvous)
+        if isinstance(rendezvous, StoreRendezvous) and rendezvous.is_of_first_host:
+            self._store_rank = self._torch_ranks.index(0)
         runner.abort.on_failure = self._failed
 
     def keep(self, result: StepResult) -> None:
@@ -107,18 +116,34 @@ class Finishing:
         steps = self._runner.steps_ended
         has_copy = self._runner.has_copied(steps)
         own = RollCallAnswer(self._topology.rank, steps, has_copy, self._cannot(steps), lost)
-        self._deciding = asyncio.create_task(self._roll_call.hold(own))
+        self._deciding = asyncio.create_task(self._decide(self._roll_call, own))
+
+    async def _decide(self, roll_call: RollCall, own: RollCallAnswer) -> Decision:
+        decision = await roll_call.hold(own)
+        self._watch = SurvivorWatch(roll_call, decision.survivors, self._topology, self._store_rank)
+        return decision
 
     async def decision(self) -> Decision | None:
         """Wait for that of all ranks that are left; None where no rank was lost."""
         return None if self._deciding is None else await asyncio.shield(self._deciding)
+
+    async def loss(self) -> PipelineAborted:
+        """Wait for the loss of a further rank."""
+        return await self._watched.loss()
 
     async def leave(self) -> bool:
         """The loop will end, and other ranks may need this one in the roll call; whether these can go on."""
         if self._deciding is None:
             return False
         await asyncio.wait({self._deciding})
+        if self._watch is not None:
+            await self._watch.leave()
         return not self._deciding.cancelled() and self._deciding.exception() is None
+
+    @property
+    def _watched(self) -> SurvivorWatch:
+        assert self._watch is not None, "there is a decision"
+        return self._watch
 
     # On the caller's thread.
 
@@ -150,18 +175,29 @@ class Finishing:
             if gone := [stage for stage in range(self._topology.stages) if stage not in stages]:
                 error.add_note(f"the others cannot go on: no rank of stage {gone[0]} is left")
                 raise error.with_traceback(None) from error.__cause__
-            assert self._roll_call is not None
-            roll_call, own = self._roll_call, self._topology
+            watch, own = self._watched, self._topology
 
-            def meet() -> None:
-                submit(roll_call.meet("group", decision.survivors, self._timeout_s))
+            def join(make: Callable[[], T]) -> T:
+                return submit(watch.unless_lost(self._join(make, decision.survivors)))
 
             def explain(failed: Exception) -> PipelineAborted:
                 cause = f"RankLostError: one of the ranks that were left ended meanwhile: {failed}"
-                return PipelineAborted(Origin(own.stage, None, cause, own.rank))
+                return PipelineAborted(submit(watch.soon()) or Origin(own.stage, None, cause, own.rank))
 
-            self.survivors = Survivors(decision, own, self._torch_ranks, meet, explain)
+            self.survivors = Survivors(decision, own, self._torch_ranks, join, explain)
         return self.survivors
+
+    def refuse(self, error: PipelineAborted, submit: Submit, step: int, reason: str) -> NoReturn:
+        """Raise a RankLostError: ``step`` is the first training step that is not done."""
+        lost = self.decide(error, submit).decision.lost
+        self.has_ended = True
+        raise RankLostError(error.origin, lost, step, reason)
+
+    async def _join(self, make: Callable[[], T], ranks: Sequence[int]) -> T:
+        """Make a group, once all are here. On another thread, which stays behind if a rank is lost meanwhile."""
+        assert self._roll_call is not None
+        await self._roll_call.meet("group", ranks, self._timeout_s)
+        return await in_thread(make)
 
     def finish(
         self,
@@ -183,10 +219,10 @@ class Finishing:
         number, training_step = plan.step.number, plan.batch.training_step
         if number < decision.step:  # all ranks have done it, and the reports of some are not here
             assert self._result is not None
-            return self._whole(self._result, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            return replace(self._result, seconds=seconds, breakdown=(), peaks=(), slots=(), lost=decision.lost)
         if decision.why or plan.step.mode is not Mode.TRAIN:
-            reason = decision.why or "An evaluation is not run again"
-            raise RankLostError(error.origin, decision.lost, training_step, reason)
+            self.refuse(error, submit, training_step, decision.why or "An evaluation is not run again")
         result = self._run_again(plan, survivors, submit, retire, run_again)
         survivors.pass_gradients(modules)
         result = self._with_losses(plan, result, survivors, time.monotonic() - began)
@@ -209,7 +245,7 @@ class Finishing:
         run_again: RunAgain,
     ) -> StepResult | None:
         """What this rank's replica computes; None if it is broken, once the others have."""
-        decision, roll_call = survivors.decision, self._roll_call
+        decision, roll_call, watch = survivors.decision, self._roll_call, self._watched
         assert roll_call is not None
         assert self._snapshot is not None
         is_whole = self._topology.replica in decision.whole
@@ -222,27 +258,34 @@ class Finishing:
             self._snapshot.restore()
             if is_whole:
                 joined_plan = self._joined(plan, decision)
-                submit(roll_call.meet("again", ranks, self._timeout_s))
+                submit(watch.unless_lost(roll_call.meet("again", ranks, self._timeout_s)))
                 try:
                     result = run_again(decision, joined_plan)
-                except PipelineAborted as aborted:  # its ranks are numbered anew
-                    origin = aborted.origin
-                    rank = ranks[origin.stage if origin.rank is None else origin.rank]
-                    raise PipelineAborted(replace(origin, rank=rank)) from aborted.__cause__
-        except PipelineAborted as aborted:
-            culprit = aborted.origin.rank
+                except PipelineAborted as aborted:
+                    raise self._renumbered(aborted, ranks) from aborted.__cause__
+        except BaseException as failed:
+            # Torch names a connection, and who waits at the start for another rank itself.
+            loss = submit(watch.soon()) if isinstance(failed, TransportError | RuntimeError) else None
+            failure = failure_of(failed, self._topology) if loss is None else Failure(loss)
+            culprit = failure.origin.rank
             assert culprit is not None
-            submit(roll_call.publish_end(End(aborted.origin.cause, culprit)))
+            with suppress(RrfpError, TimeoutError):  # there is an error to report already
+                submit(roll_call.publish_end(End(failure.origin.cause, culprit)))
+            if isinstance(failed, Exception):
+                raise failure.error()  # noqa: B904 - it has a cause, or needs none
             raise
-        except Exception as failed:
-            failure = failure_of(failed, self._topology)
-            submit(roll_call.publish_end(End(failure.origin.cause, self._topology.rank)))
-            raise failure.error() from failed
         if is_whole:
-            submit(roll_call.publish_end(End()))
+            submit(watch.unless_lost(roll_call.publish_end(End())))
         else:
-            submit(roll_call.ends(ranks, self._timeout_s))
+            submit(watch.unless_lost(roll_call.ends(ranks)))
         return result
+
+    def _renumbered(self, aborted: PipelineAborted, ranks: Sequence[int]) -> PipelineAborted:
+        """What has ended the smaller pipeline, whose ``ranks`` are numbered anew."""
+        origin = aborted.origin
+        if origin != self._watched.origin:
+            origin = replace(origin, rank=ranks[origin.stage if origin.rank is None else origin.rank])
+        return PipelineAborted(origin)
 
     def _cannot(self, number: int) -> str:
         """Why this rank cannot run step ``number`` again; empty if it can, or has not begun it."""
@@ -283,25 +326,6 @@ class Finishing:
         trace = StepTrace(plan.step.number, 0.0, seconds)
         lost = survivors.decision.lost
         return StepResult(plan.batch.training_step, Mode.TRAIN, count, loss, losses, seconds, (), (), trace, lost=lost)
-
-    def _whole(self, result: StepResult, seconds: float) -> StepResult:
-        """A result whose reports never come."""
-        assert self.survivors is not None
-        return StepResult(
-            result.step,
-            result.mode,
-            result.microbatches,
-            result.loss,
-            result.losses,
-            seconds,
-            (),
-            (),
-            result.trace,
-            result.outputs,
-            result.part_losses,
-            dealt=result.dealt,
-            lost=self.survivors.decision.lost,
-        )
 
 
 def joined(

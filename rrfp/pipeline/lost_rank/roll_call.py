@@ -21,13 +21,6 @@ from rrfp.transports.secret import Secret, vouch, vouched
 _PURPOSE = "rrfp roll call 1"
 
 
-def lost_rank(origin: Origin) -> int | None:
-    """The rank whose process ended or fell silent, if that is the failure; None if its program left in order."""
-    if not origin.cause.startswith(f"{PeerLostError.__name__}: ") or "its program left" in origin.cause:
-        return None
-    return origin.stage if origin.rank is None else origin.rank
-
-
 @dataclass(frozen=True, slots=True)
 class RollCallAnswer:
     """What a rank that is left knows when it learns of a loss."""
@@ -119,33 +112,34 @@ class RollCall:
         """The decision of all that are left, as the first of them makes it. Names a rank that is lost meanwhile."""
         # A launcher ends the other ranks of the lost one's host when it has looked: who answers later stays.
         await asyncio.sleep(timeouts.LAUNCHER_LOOKS_S)
-        await self._publish(f"answer/{own.rank}", own)
+        await self.publish(f"answer/{own.rank}", own)
         for rank in range(self._topology.world):
             if rank == own.rank:
                 others = await self._others(own)
                 if any(other.lost == rank for other in others):  # its process was stopped, and goes on
                     raise self.aborted(rank, "was taken for lost by the other ranks")
                 decision = await self._decided_without() or Decision.of([own, *others], self._topology)
-                await self._publish(f"decision/{rank}", decision)
+                await self.publish(f"decision/{rank}", decision)
                 return self._followed(decision)
             if rank == own.lost or await self._answer(rank) is None:
                 continue
             # It waits for the others no longer than this rank has waited for it.
-            told: Decision | None = await self._look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
+            told: Decision | None = await self.look(f"decision/{rank}", 2 * timeouts.ROLL_CALL_S, Decision)
+            told = told or await self._decided_without()
             if told is None:
                 raise self.aborted(rank, "ended or fell silent in the roll call after a loss")
             return self._followed(told)
         raise AssertionError("this rank is one of them")
 
     async def _decided_without(self) -> Decision | None:
-        """What a later rank has decided, to which this one seemed lost, as after a stop of its process."""
+        """What another rank has decided, to which this one seemed lost, as after a stop of its process."""
 
         async def decided(rank: int) -> Decision | None:
-            told: Decision | None = await self._look(f"decision/{rank}", timeouts.GLANCE_S, Decision)
+            told: Decision | None = await self.look(f"decision/{rank}", timeouts.GLANCE_S, Decision)
             return told
 
-        later = await by_peer(range(self._topology.rank + 1, self._topology.world), decided)
-        return next((decision for decision in later.values() if decision is not None), None)
+        others = await by_peer([rank for rank in range(self._topology.world) if rank != self._topology.rank], decided)
+        return next((decision for decision in others.values() if decision is not None), None)
 
     def _followed(self, decision: Decision) -> Decision:
         """``decision``, where this rank is in it; else its own loss."""
@@ -162,33 +156,26 @@ class RollCall:
 
     async def publish_end(self, end: End) -> None:
         """How this rank, of a whole replica, has run the step again."""
-        await self._publish(f"end/{self._topology.rank}", end)
+        await self.publish(f"end/{self._topology.rank}", end)
 
-    async def ends(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Wait until ``ranks`` have run the step again; errors as in `aborted`."""
-        looks = {asyncio.create_task(self._look(f"end/{rank}", timeouts.TRANSFER_S, End)): rank for rank in ranks}
-        try:
-            # Whichever is done knows that all are, or that one is lost.
-            await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
-            done, _ = await asyncio.wait(looks, timeout=timeout_s)
-            ends = {looks[look]: look.result() for look in done}
-            for rank in ranks:
-                if (end := ends.get(rank)) is not None and end.reason:
-                    raise self._named(end.culprit, end.reason)
-            for rank in ranks:
-                if ends.get(rank) is None:
-                    raise self.aborted(rank, "ended or fell silent while the step was run again")
-        finally:
-            for look in looks:
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+    async def ends(self, ranks: Sequence[int]) -> None:
+        """Wait until ``ranks`` have run the step again; errors as in `aborted`, or the one that ended them."""
+
+        async def ended(rank: int) -> None:
+            end: End | None = await self.look(f"end/{rank}", timeouts.TRANSFER_S, End)
+            if end is None:
+                raise self.aborted(rank, f"did not run the step again within {timeouts.TRANSFER_S:g} s")
+            if end.reason:
+                raise self._named(end.culprit, end.reason)
+
+        await by_peer(ranks, ended)
 
     async def meet(self, where: str, ranks: Sequence[int], timeout_s: float) -> None:
         """Wait until all ``ranks`` are here, once for each ``where``; errors as in `aborted`."""
-        await self._publish(f"{where}/{self._topology.rank}", True)
+        await self.publish(f"{where}/{self._topology.rank}", True)
 
         async def came(rank: int) -> None:
-            if await self._look(f"{where}/{rank}", timeout_s, bool) is None:
+            if await self.look(f"{where}/{rank}", timeout_s, bool) is None:
                 raise self.aborted(rank, f"was left, and did not come within {timeout_s:g} s")
 
         await by_peer(ranks, came)
@@ -199,15 +186,17 @@ class RollCall:
 
     async def _answer(self, rank: int) -> RollCallAnswer | None:
         """None if it does not answer in time."""
-        answer: RollCallAnswer | None = await self._look(f"answer/{rank}", timeouts.ROLL_CALL_S, RollCallAnswer)
+        answer: RollCallAnswer | None = await self.look(f"answer/{rank}", timeouts.ROLL_CALL_S, RollCallAnswer)
         return answer
 
-    async def _publish(self, key: str, value: Any) -> None:
+    async def publish(self, key: str, value: Any) -> None:
+        """Give ``value``, a record, to whoever looks at ``key``."""
         name = f"{self._keys}/{key}"
         async with asyncio.timeout(timeouts.ROLL_CALL_S):
             await self._rendezvous.publish(name, vouch(self._secret, records.pack(value), *self._about, name))
 
-    async def _look(self, key: str, timeout_s: float, kind: type[Any]) -> Any:
+    async def look(self, key: str, timeout_s: float, kind: type[Any]) -> Any:
+        """What was published, of ``kind``; None if nothing was in time."""
         name = f"{self._keys}/{key}"
         began = asyncio.get_running_loop().time()
         try:

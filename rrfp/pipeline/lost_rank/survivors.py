@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from rrfp.pipeline.lost_rank.roll_call import Decision
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
+#: Calls what makes a group, once all its ranks are here, and ends with a PipelineAborted if one of them is lost.
+Join = Callable[[Callable[[], Any]], Any]
 
 #: Makes the error of a group that a rank has not joined, or has left, from torch's.
 Explain = Callable[[Exception], PipelineAborted]
@@ -40,7 +41,7 @@ class Survivors:
         decision: Decision,
         topology: Topology,
         torch_ranks: Sequence[int],
-        meet: Callable[[], None],
+        join: Join,
         explain: Explain,
     ) -> None:
         #: The pipeline's ranks, ascending.
@@ -48,21 +49,22 @@ class Survivors:
         self.decision = decision
         self._topology = topology
         self._torch_ranks = torch_ranks
-        self._meet = meet
+        self._join = join
         self._explain = explain
 
     @cached_property
     def group(self) -> ProcessGroup:
         """Over the CPU; made when first read, by all of them at once."""
-        self._meet()
+        # Without local synchronisation: its names depend on the groups that each rank has made before. Otherwise ranks
+        # that are not in it, such as the lost ones, are not waited for.
+        make = partial(
+            dist.new_group,
+            [self._torch_ranks[rank] for rank in self.ranks],
+            timeout=timedelta(seconds=timeouts.SURVIVORS_S),
+            backend="gloo",
+        )
         with self._explained():
-            # Without local synchronisation: its names depend on the groups that each rank has made before. Otherwise
-            # ranks that are not in it, such as the lost ones, are not waited for.
-            group: ProcessGroup = dist.new_group(
-                [self._torch_ranks[rank] for rank in self.ranks],
-                timeout=timedelta(seconds=timeouts.SURVIVORS_S),
-                backend="gloo",
-            )
+            group: ProcessGroup = self._join(make)
         return group
 
     @property

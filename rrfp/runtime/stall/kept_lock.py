@@ -121,7 +121,6 @@ class _Shared:
         self._handler: tuple[int, int] | None = None
 
     def acquire(self, watch: LockWatch) -> bool:
-        """Whether ``watch`` works from now on."""
         with self._lock:
             is_free = self._owner is None
             if is_free:
@@ -129,7 +128,6 @@ class _Shared:
         return is_free
 
     def release(self, watch: LockWatch) -> None:
-        """Let another one work."""
         with self._lock:
             if self._owner is watch:
                 self._owner = None

@@ -25,8 +25,6 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Question:
-    """Asked and not answered."""
-
     #: When it was asked.
     since: float
     #: Run while it is open.

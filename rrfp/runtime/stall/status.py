@@ -43,7 +43,6 @@ class RankStatus:
     steps_ended: int
     #: The task, or other work, on its lane, or None.
     running: str | None
-    #: For how long, in seconds.
     running_s: float
     #: a task is ready and about to be enqueued.
     can_run: bool
@@ -57,7 +56,6 @@ class RankStatus:
     awaits: tuple[str, ...] = ()
     #: The call of all ranks between two steps that it is in, such as ``clip_grad_norm_``; empty if none.
     gathering: str = ""
-    #: How many such calls it has completed.
     gatherings_ended: int = 0
     #: Its display name; empty where that is its stage.
     name: str = ""
@@ -68,7 +66,6 @@ class RankStatus:
     has_returned: bool = False
     #: Inside a step, the cause for which its lane is idle; empty while it runs something.
     waits_for: str = ""
-    #: For how long, in seconds.
     waits_s: float = 0.0
     #: The number of the step that it is in, or was in last, as people count.
     training_step: int = 0
@@ -194,6 +191,5 @@ class RankAnswer:
 class JobStatus:
     """All ranks, at about one time."""
 
-    #: The rank that asked.
     asker: int
     answers: tuple[RankAnswer, ...]

@@ -30,8 +30,6 @@ MOST_ASKED = 8
 
 @dataclass(slots=True)
 class _Open:
-    """A question of this rank."""
-
     answers: dict[int, RankStatus]
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 

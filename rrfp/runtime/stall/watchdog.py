@@ -170,7 +170,6 @@ class Watchdog:
         self._identities: dict[int, ProcessIdentity] = {}
         self._peer_monitor = PeerMonitor(context, self._identities, post)
         self._progress = StallProgress(context, driver)
-        #: Asks all ranks for their status.
         self.query = StatusQuery(context, self._status, self._peer_monitor, post)
         self._is_asking = False
         self._asked_at = -math.inf

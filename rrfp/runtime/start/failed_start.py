@@ -52,7 +52,6 @@ _kept: list[Rendezvous] = []
 class FailedStart:
     """What a rank reports to the others."""
 
-    #: The rank that cannot start.
     rank: int
     #: Its error, in a line.
     reason: str

@@ -50,8 +50,6 @@ class CopiedBatch:
 
 @dataclass(slots=True)
 class _Arriving:
-    """What has arrived of a step's copies."""
-
     microbatches: int
     #: Of a caller that passed nothing by microbatch.
     common: Payload | None = None
@@ -111,7 +109,6 @@ class BatchCopies:
         self._is_confirmed = True
 
     def is_held(self, step_number: int) -> bool:
-        """Whether the copy of a step is whole."""
         arrived = self._arriving.get(step_number)
         return arrived is not None and arrived.is_whole
 

@@ -23,7 +23,6 @@ from rrfp.errors import ProtocolError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Kind, Mode, Task
 from rrfp.model.visits import Visits
-from rrfp.runtime import records
 from rrfp.runtime.all_gather import TreeAllGather
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.lane_executor import LaneExecutor
@@ -32,6 +31,7 @@ from rrfp.runtime.steps.deal import Deal, Home, ReplicaPace, dealt
 from rrfp.runtime.steps.passed import PassedData, copied, factors_of, payload_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.reports import StageReport
+from rrfp.runtime.steps.step_report import check_counts
 from rrfp.transports.base import Channel, Message, MessageKind
 
 T = TypeVar("T")
@@ -56,6 +56,12 @@ class GivenShare:
     #: Whether the rank uses anything that its caller passed for a microbatch.
     has_data: bool = False
 
+    def check(self, name: str) -> None:
+        """A ProtocolError if this, from the rank of that name, is no share."""
+        count = self.microbatches
+        if count < 1 or any(len(each) not in (0, count) for each in (self.sizes, self.weights)):
+            raise ProtocolError(f"{name} sent sizes or weights of other microbatches than the {count} that it has")
+
 
 class Paces:
     """How fast the replicas were in the last steps, the same on every rank; ``replica_of`` is by rank."""
@@ -67,7 +73,6 @@ class Paces:
         self._samples: list[deque[float]] = [deque(maxlen=_STEPS) for _ in replica_of]
 
     def observe(self, reports: Sequence[StageReport]) -> None:
-        """A training step has ended."""
         are_sized = all(report.size for report in reports if report.microbatches)
         for samples, report in zip(self._samples, reports, strict=True):
             if are_sized != self.are_sized:
@@ -137,18 +142,10 @@ class ReplicaExchange(ABC):
 
     async def _all_shares(self, plan: StepPlan, own: GivenShare) -> list[GivenShare]:
         """What the callers of all ranks have; a ProtocolError where the ranks of a replica have not as many."""
-        answers = await self._all_gather.all_gather("microbatches", plan.step.number, records.pack(own))
-        shares = [records.unpack(GivenShare, data, "the microbatches of a rank") for data in answers]
-        first: dict[int, GivenShare] = {}
+        shares = await self._all_gather.share("microbatches", plan.step.number, own, "the microbatches of a rank")
         for rank, share in enumerate(shares):
-            wanted = first.setdefault(self._replica_of[rank], share).microbatches
-            lists = share.sizes, share.weights
-            if share.microbatches != wanted or wanted < 1 or any(len(each) not in (0, wanted) for each in lists):
-                name = self._topology.name_of(rank)
-                raise ProtocolError(
-                    f"the number of microbatches is {share.microbatches} on {name}, must be {wanted} as on the first "
-                    "rank of its replica"
-                )
+            share.check(self._topology.name_of(rank))
+        check_counts([share.microbatches for share in shares], self._topology)
         return shares
 
     async def _on_lane(self, name: str, call: Callable[[], T], received: Iterable[Tensor] = ()) -> T:
@@ -189,7 +186,6 @@ class Dealer(ReplicaExchange):
             self._given = tuple(reports[first[replica]].microbatches for replica in sorted(first))
 
     def _on_microbatch(self, message: Message) -> None:
-        """A microbatch of another replica arrived."""
         step, task, sender = self._activity.step, message.task, message.sender
         if sender not in self._counterparts or task is None:
             raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage")

@@ -14,7 +14,6 @@ from rrfp.model.topology import Topology
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.transports.base import Message
 
-#: What a caller passes for a microbatch.
 Fields = Mapping[str, Any]
 
 

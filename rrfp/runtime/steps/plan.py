@@ -90,6 +90,9 @@ Inputs = Sequence[Any] | Tensor | Mapping[str, Any]
 #: Targets by microbatch, or a whole batch to be cut; by part where several parts have losses.
 Targets = Sequence[Any] | Tensor | Mapping[str, Any]
 
+#: A rank without data would run out of memory before another one sees that its batch has fewer rows.
+MOST = 1_000_000
+
 #: The arguments that may be whole batches, and the line that says how.
 _CAN_BE_CUT = ("inputs", "targets", "kwargs")
 _CUT = "pass microbatches=8 too, for 8, to cut a whole batch along dimension 0"
@@ -162,7 +165,7 @@ class StepRequest:
     return_outputs: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "microbatches", or_none(whole, "microbatches", self.microbatches, 1))
+        object.__setattr__(self, "microbatches", or_none(whole, "microbatches", self.microbatches, 1, MOST))
         flag("reduce_gradients", self.reduce_gradients)
         or_none(flag, "return_outputs", self.return_outputs)
 
@@ -187,7 +190,6 @@ class StepRequest:
 class StepPlan:
     """One step, ready to run."""
 
-    #: Its number, mode and M.
     step: StepId
     #: The caller's data, and the number of the training step; see `batch_of`.
     batch: Batch
@@ -195,7 +197,6 @@ class StepPlan:
     weights: tuple[float, ...] | None
     #: How large each microbatch is, for hints; None where the caller passes none.
     sizes: tuple[float, ...] | None
-    #: Which virtual stages each microbatch visits.
     visits: Visits
     reduction: Reduction
     #: The factor of a GradScaler, the same on all ranks; None without one.
@@ -242,7 +243,6 @@ class StepPlan:
 class StepPlanner:
     """Makes plans for the steps of one pipeline."""
 
-    #: How microbatches' losses combine.
     reduction: Reduction = "mean"
     #: N; ``kwargs`` may be given by stage.
     stages: int = 1
@@ -340,7 +340,6 @@ def _sizes(sizes: Sequence[Any] | None) -> tuple[float, ...] | None:
 
 
 def _microbatches(lists: Mapping[str, Any], microbatches: Any) -> int:
-    """M, which all arguments must agree on."""
     lengths: dict[str, int] = {} if microbatches is None else {"microbatches": microbatches}
     for name, values in lists.items():
         if values is None:

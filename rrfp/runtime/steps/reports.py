@@ -80,13 +80,10 @@ def _packable(limit: int | None) -> int:
 class StageReport:
     """How a step went on one rank."""
 
-    #: The rank's stage.
     stage: int
     #: From its ``step`` call to its last task, send and reduction.
     seconds: float
-    #: Where that time went.
     breakdown: Breakdown
-    #: The most it held.
     peaks: Peaks
     #: Its limits, and what it moved, as a `ResourceMeter` reads them.
     resources: bytes = _RESOURCES.pack(_NO_LIMIT, _NO_LIMIT, 0, 0)

@@ -92,7 +92,6 @@ class LimitFollower:
         self._post(rank, Message(Channel.CONTROL, MessageKind.ECHO, body={"number": number, "back": back}))
 
     def measure(self, trace: StepTrace) -> StageMeasure:
-        """What this stage measured in the step that has ended."""
         by_microbatch: dict[int, float] = {}
         for span in trace.tasks:
             m = span.task.microbatch

@@ -1,9 +1,10 @@
 """Replicas that share each stage's forwards by claims (``share_replicas=True``), on one rank.
 
 Who runs what is up to `rrfp.core.claims`; this gives its messages their way, and the data of a microbatch to the rank
-that runs it. Before the first task all ranks tell each other how many microbatches their callers have, with weights and
-sizes, so that a microbatch has the same number everywhere. What a caller has passed for it travels on its own, when the
-rank that has it hears who runs it: behind it a forward that needs it waits, though its input be there.
+that runs it. Before the first task the ranks of a stage tell each other how many microbatches their callers have, with
+weights and sizes, so that a microbatch has the same number everywhere; other stages do not matter to them. What a
+caller has passed for it travels on its own, when the rank that has it hears who runs it: behind it a forward that needs
+it waits, though its input be there.
 
 Tensors are packed and copied on the lane only: packed once before the step, and copied by the forward that reads them.
 """
@@ -13,19 +14,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from rrfp.compute.payload import Payload
 from rrfp.compute.program import Batch
 from rrfp.core import events as ev
-from rrfp.core.claims import lead_of
+from rrfp.core.claims import are_even
 from rrfp.core.stage_core import StageCore
 from rrfp.errors import ProtocolError
 from rrfp.model.tasks import F, Mode, StepId, Task
 from rrfp.model.visits import Visits
+from rrfp.runtime import records
+from rrfp.runtime.all_gather import bytes_in, to_tensor
 from rrfp.runtime.context import RankContext
 from rrfp.runtime.steps.deal import Home
-from rrfp.runtime.steps.dealer import GivenShare, ReplicaExchange, first_of
+from rrfp.runtime.steps.dealer import GivenShare, ReplicaExchange
 from rrfp.runtime.steps.passed import copied, factors_of, payload_of, unpacked_fields
 from rrfp.runtime.steps.plan import StepPlan
 from rrfp.runtime.steps.round_trips import LimitFollower
@@ -90,6 +94,9 @@ class ForwardSharer(ReplicaExchange):
         own = graph.placement.virtual_stages(topology.stage)
         self._last_tasks = [Task(graph.last_kind(v, Mode.TRAIN), 0, v) for v in own]
         self._is_first = own[0] == 0
+        #: By replica, what callers have for a step that is about to begin, and that step.
+        self._shares: dict[int, tuple[StepId, GivenShare]] = {}
+        self._all_told = asyncio.Event()
         #: By microbatch, whose caller has it; empty in a step that is not shared. And by replica, whether the rank of
         #: this stage has data of its own.
         self._homes: tuple[Home, ...] = ()
@@ -110,13 +117,15 @@ class ForwardSharer(ReplicaExchange):
         self._all_left.set()
         self.handlers = {
             **dict.fromkeys(_EVENTS, self._on_claim_message),
+            MessageKind.SHARE: self._on_share,
             MessageKind.OUTPUT: self._on_output,
             MessageKind.MICROBATCH: self._on_microbatch,
         }
         self.performers: Mapping[type, Callable[[Any], None]] = {
-            ev.Offer: self._offer,
-            ev.Claim: self._claim,
-            ev.Grant: self._grant,
+            # Of these each rank hears in this order.
+            ev.Offer: partial(self._messenger.soon, self._offer),
+            ev.Claim: partial(self._messenger.soon, self._claim),
+            ev.Grant: partial(self._messenger.soon, self._grant),
             ev.Give: self._give,
         }
 
@@ -124,38 +133,59 @@ class ForwardSharer(ReplicaExchange):
         self._homes, self._lists_here = (), {}
         self._here.clear()
         self._given.clear()
+        self._check_begins(plan.step)
         if plan.step.mode is not Mode.TRAIN:
             return plan
         lists = self._passed.lists(plan)
         has_data = any(values is not None for values in lists.values())
-        weights = () if plan.weights is None else tuple(map(float, plan.weights))
+        given = () if plan.weights is None else tuple(map(float, plan.weights))
         scale = factors_of(plan.batch).grad_scales[0]
-        own = GivenShare(plan.step.microbatches, plan.sizes or (), weights, scale, has_data)
-        shares = await self._all_shares(plan, own)
-        replicas = first_of(shares, self._replica_of)
-        self._homes = tuple(Home(r, m) for r, share in enumerate(replicas) for m in range(share.microbatches))
-        self._have_data = [shares[rank].has_data for rank in self._counterparts]
-        sizes = None
-        if all(sum(share.sizes) for share in replicas):
-            sizes = tuple(replicas[home.replica].sizes[home.microbatch] for home in self._homes)
-        scales = [shares[self._ranks[-1][home.replica]].grad_scale for home in self._homes]
-        return await self._on_lane(
-            "making room for microbatches", lambda: self._reopened(plan, self._weights(shares), sizes, scales)
-        )
+        own = GivenShare(plan.step.microbatches, plan.sizes or (), given, scale, has_data)
+        self._tell_share(plan.step, own)
+        if self._is_first or has_data:  # while these messages travel
+            count = plan.step.microbatches
+            self._own = await self._on_lane("packing microbatches", lambda: self._packed(plan, range(count)))
+        await self._all_told.wait()
+        self._all_told.clear()
+        told, self._shares = self._shares, {}
+        shares = [told[replica][1] for replica in range(len(told))]
+        self._homes = homes = tuple(Home(r, m) for r, share in enumerate(shares) for m in range(share.microbatches))
+        self._have_data = [share.has_data for share in shares]
+        sizes: tuple[float, ...] | None = None
+        weights: tuple[float, ...] | None = None
+        if all(sum(share.sizes) for share in shares):
+            sizes = tuple(shares[home.replica].sizes[home.microbatch] for home in homes)
+        # What the ranks with losses were given counts; they are of one stage.
+        if any(share.weights for share in shares):
+            every = [share.weights or (1.0,) * share.microbatches for share in shares]
+            weights = tuple(every[home.replica][home.microbatch] for home in homes)
+        scales = [shares[home.replica].grad_scale for home in homes]
+        return await self._on_lane("making room for microbatches", lambda: self._reopened(plan, weights, sizes, scales))
 
-    def _weights(self, shares: Sequence[GivenShare]) -> tuple[float, ...] | None:
-        """Of all microbatches, as the ranks with losses were given them; None: all 1."""
-        given = [shares[rank].weights for rank in self._ranks[-1]]
-        for rank, share in enumerate(shares):
-            last = self._ranks[-1][self._replica_of[rank]]
-            if share.weights and not shares[last].weights:
-                raise ProtocolError(
-                    f"weights is passed on {self._topology.name_of(rank)} and not on {self._topology.name_of(last)}, "
-                    "which computes the losses: must be passed there"
-                )
-        if not any(given):
-            return None
-        return tuple(given[home.replica][home.microbatch] if given[home.replica] else 1.0 for home in self._homes)
+    def _tell_share(self, step: StepId, own: GivenShare) -> None:
+        """Tell this stage's ranks in the other replicas what this one's caller has."""
+        tensor = to_tensor(records.pack(own))
+        for rank in self._counterparts:
+            if rank != self._topology.rank:
+                self._messenger.post(rank, Message(Channel.CONTROL, MessageKind.SHARE, step, tensors=(tensor,)))
+        self._take_share(self._topology.replica, step, own)
+
+    def _take_share(self, replica: int, step: StepId, share: GivenShare) -> None:
+        self._shares[replica] = step, share
+        if len(self._shares) == len(self._counterparts):
+            self._all_told.set()
+
+    def _check_begins(self, begun: StepId) -> None:
+        """This rank begins a step: the others must begin the same."""
+        for replica, (step, _) in self._shares.items():
+            if step[:2] != begun[:2]:
+                self._disagree(self._counterparts[replica], step, begun)
+
+    def _disagree(self, sender: int, step: StepId, own: StepId | None) -> NoReturn:
+        where = f"{self._topology.name_of(sender)} is in {step}, {self._topology.name} in {own}"
+        error = ProtocolError(f"replicas disagree on the step: {where}; all ranks must make the same calls in order")
+        error.is_of_callers = True
+        raise error
 
     def _reopened(
         self,
@@ -166,8 +196,6 @@ class ForwardSharer(ReplicaExchange):
     ) -> StepPlan:
         """The plan of all microbatches, with which the program begins the step anew."""
         own, count = self._topology.replica, len(self._homes)
-        if self._is_first or self._have_data[own]:
-            self._own = self._packed(plan, range(plan.step.microbatches))
         batch = plan.batch_of(self._topology.stage)
         for name, is_used in self._passed.used.items():
             values = getattr(batch, name)
@@ -191,8 +219,9 @@ class ForwardSharer(ReplicaExchange):
         paces = self._paces.of(self._counterparts)
         depth = DEPTH if self._limits is None else self._limits.claimed_ahead
         copies = len(self._counterparts)
-        lead = lead_of(map(self._paces.of, self._ranks), copies, sizes)
-        pool = ev.Pool(own, copies, tuple(home.replica for home in self._homes), depth, paces, lead)
+        # The same on all ranks, as reports are: of sizes each stage has heard from its own ranks only.
+        is_even = not self._paces.are_sized and are_even(map(self._paces.of, self._ranks))
+        pool = ev.Pool(own, copies, tuple(home.replica for home in self._homes), depth, paces, is_even)
         return replace(
             plan,
             step=step,
@@ -255,6 +284,21 @@ class ForwardSharer(ReplicaExchange):
             self._messenger.post(rank, message)
 
     # Messages.
+
+    def _on_share(self, message: Message) -> None:
+        """What another caller has for this step, or the next one, arrived."""
+        sender, step, now = message.sender, message.step, self._activity.step
+        if sender not in self._counterparts or step is None:
+            raise ProtocolError(f"rank {sender} sent {message.kind.value!r}, but is no rank of this stage in a step")
+        replica = self._replica_of[sender]
+        # Without a share this rank has not heard from all, and with a later one it has ended its own part of the step.
+        if replica in self._shares or step.number - self._activity.steps_ended not in (0, 1):
+            raise ProtocolError(f"rank {sender} sent {message.kind.value!r} of {step} twice, or too early")
+        if now is not None and now.number == step.number and now.mode is not step.mode:
+            self._disagree(sender, step, now)
+        share = records.unpack(GivenShare, bytes_in(message), "what a caller has")
+        share.check(self._topology.name_of(sender))
+        self._take_share(replica, step, share)
 
     def _on_claim_message(self, message: Message) -> None:
         """An OFFERED, a CLAIMED or a GRANTED arrived."""

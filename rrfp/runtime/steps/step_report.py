@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rrfp import timeouts
-from rrfp.compute.loss import Reduction, SharedGradientWeights, combine_losses
+from rrfp.compute.loss import Reduction, combine_losses
 from rrfp.core.stage_core import StageCore
 from rrfp.core.usage import Peaks
 from rrfp.errors import ProtocolError
@@ -37,6 +37,10 @@ class WeightShare:
     weight: float
     #: Whether it sums gradients over replicas.
     reduces: bool
+    #: How many microbatches its caller has.
+    microbatches: int
+    #: See `check_weights`.
+    has_weights: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +192,17 @@ def check_scales(scales: Sequence[float | None], topology: Topology) -> None:
         )
 
 
+def check_counts(counts: Sequence[int], topology: Topology) -> None:
+    """Refuse numbers of microbatches that differ within a replica."""
+    first: dict[int, int] = {}
+    for rank, count in enumerate(counts):
+        if count != (wanted := first.setdefault(topology.place_of(rank).replica, count)):
+            raise ProtocolError(
+                f"the number of microbatches is {count} on {topology.name_of(rank)}, must be {wanted} as on the first "
+                "rank of its replica"
+            )
+
+
 def check_weights(have_weights: Sequence[bool | None], topology: Topology) -> None:
     """Refuse weights that a rank of a replica has and the rank with its losses has not."""
     having = {topology.mesh.summand_of(rank): rank for rank, has in enumerate(have_weights) if has}
@@ -255,6 +270,7 @@ class StepReporter:
         self._meter = ResourceMeter(core.limit.bytes, context.transport)
         self._follower = follower
         self._model = model = context.settings.model
+        self._claims = context.settings.claims
         self._all_gather = all_gather
         self._activity = context.activity
         self._time = context.time
@@ -280,17 +296,17 @@ class StepReporter:
         self._awaited, self._settled = asyncio.Event(), asyncio.Event()
         self._settled.set()
 
-    async def share_weights(self, plan: StepPlan) -> None:
-        """Sum the weights of the microbatches of all replicas, and normalise the plan by it where that matters."""
-        # Where replicas share forwards, a plan has the microbatches of all.
-        is_part = self._gives_weights and not (plan.homes and self._topology.replica)
-        own = WeightShare(plan.total_weight if is_part else 0.0, plan.reduce_gradients)
+    async def share_weights(self, plan: StepPlan) -> float:
+        """The sum of the weights of all replicas' microbatches; ``plan`` is as this rank's caller gave it."""
+        has_weights = True if plan.weights is not None else False if self.has_losses else None
+        weight = plan.total_weight if self._gives_weights else 0.0
+        own = WeightShare(weight, plan.reduce_gradients, plan.step.microbatches, has_weights)
         shares = await self._all_gather.share("weights", plan.step.number, own, "the weight of a replica")
         self._check_reduces([share.reduces for share in shares], plan)
-        if self.has_losses:
-            factors = plan.batch.gradient_weights
-            assert isinstance(factors, SharedGradientWeights), "the step was planned for one replica"
-            factors.normalise(sum(share.weight for share in shares))
+        if self._claims:  # each rank has heard of its own stage alone
+            check_counts([share.microbatches for share in shares], self._topology)
+            check_weights([share.has_weights for share in shares], self._topology)
+        return sum(share.weight for share in shares)
 
     def _check_reduces(self, reduces: Sequence[bool], plan: StepPlan) -> None:
         """A rank that sums gradients would wait in a collective for one that does not."""
@@ -334,7 +350,6 @@ class StepReporter:
         losses.set_result(Losses.of(shares, self._topology, count, plan.reduction, self._parts, deal, plan.homes))
 
     def _with_losses(self, share: LossShare, plan: StepPlan, losses: Mapping[str, Mapping[int, float]]) -> LossShare:
-        """``share`` with the losses that this rank computed, if there are any."""
         self._check_finite(plan, losses)
         weight = plan.total_weight
         weights = plan.weights

@@ -57,8 +57,6 @@ class Backend(Protocol):
 
 
 class _OneWay:
-    """The transfers of one direction."""
-
     def __init__(self, group: PairGroup) -> None:
         self.group = group
         #: Of the next transfer.

@@ -104,7 +104,6 @@ class NcclBackend:
 
 
 def _new_group(store: Any, rank: int, device: torch.device) -> Any:
-    """A connected group of two."""
     from torch.distributed import distributed_c10d
 
     # Eager: a group that connects with its first transfer blocks the host in it.

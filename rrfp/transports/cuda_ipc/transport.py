@@ -42,8 +42,6 @@ _SPEC, _PART = TensorSpec(torch.uint8, (TRIED_BYTES,), False), ByteRange(0, 0, T
 
 
 class _Trial:
-    """One rank's part of a trial with one peer."""
-
     def __init__(self, context: TransportContext, copies: SharesDeviceMemory, peer: int, deadline_s: float) -> None:
         self._context = context
         self._copies = copies
@@ -55,7 +53,6 @@ class _Trial:
         self._other_room = 0
 
     async def run(self) -> Slots | str:
-        """The slots, or why there can be none."""
         rank, peer = self._context.rank, self._peer
         own, offer = await self._offer()
         if failure := await self._try(await self._exchange("memory", offer)):

@@ -111,7 +111,6 @@ class GreetedLink(ABC, Generic[Outlet]):
             outlet.window.fail(PeerLostError(self.peer, LEFT))
 
     def consumed(self, channel: Channel, num_bytes: int) -> None:
-        """The bytes become credit for the sender."""
         self._credits.consumed(channel, num_bytes)
 
 
@@ -269,7 +268,6 @@ class LinkedTransport(Transport, Generic[Link]):
         )
 
     def on_message(self, message: Message, num_bytes: int) -> None:
-        """A message arrived; its tensors have ``num_bytes``."""
         assert self._inbox is not None
         if self._deliver is None:
             on_received = partial(self._on_received, message, num_bytes)
@@ -284,14 +282,12 @@ class LinkedTransport(Transport, Generic[Link]):
         self._links[message.sender].consumed(message.channel, num_bytes)
 
     def on_bad_frame(self, error: TransportError) -> None:
-        """A frame was dropped; the error says why."""
         self._dropped += 1
         if self._pending_errors < MAX_PENDING_FRAME_ERRORS and self._inbox is not None:
             self._pending_errors += 1
             self._inbox.put(error, self._on_error_raised, first=True)
 
     def on_rejected(self, sentence: str) -> None:
-        """A frame or a connection of no rank was dropped."""
         self._rejections.add(sentence)
 
     def _on_error_raised(self) -> None:

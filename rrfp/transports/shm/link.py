@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from rrfp.errors import FrameError, PeerLostError, RrfpError, TransportError
@@ -183,7 +184,6 @@ class ShmOutlet:
         )
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link behind all accepted messages."""
         async with self._turn:
             await self._send(pack(header))
 
@@ -221,7 +221,6 @@ class ShmInlet:
         self._sequence = 0
 
     def accept(self, packet: Packet, buffer: memoryview) -> None:
-        """Handle a datagram that lies in ``buffer``."""
         slot = None
         try:
             if packet.is_cut:
@@ -251,7 +250,8 @@ class ShmInlet:
         announcement = self._next(sealed, datagram)
         sizes = announcement.sizes
         if slot is None:
-            return announcement.assemble(_cut(datagram.inline, sizes), copy=True)
+            ends = zip(sizes, accumulate(sizes), strict=True)
+            return announcement.assemble([datagram.inline[end - size : end] for size, end in ends], copy=True)
         if (needed := sum(map(padded, sizes))) > slot.num_bytes:
             raise FrameError(self._peer, "frames", f"need {needed} bytes, but the slot has {slot.num_bytes}")
         if slot.is_borrowed:
@@ -315,14 +315,6 @@ class ShmInlet:
         self._slots.clear()
 
 
-def _cut(inline: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    views, start = [], 0
-    for size in sizes:
-        views.append(inline[start : start + size])
-        start += size
-    return views
-
-
 #: Datagrams that are read of one channel before the loop runs.
 _BATCH = 32
 
@@ -380,7 +372,6 @@ class ShmLink(GreetedLink[ShmOutlet]):
         self._connections[channel].packets.post(pack(self._shared.codec.seal(kind, *fields)))
 
     def _read(self, connection: _Connection, most: int | None = None) -> None:
-        """Read ``most`` datagrams of a channel, or all."""
         buffer = self._shared.buffer
         view = memoryview(buffer)
         while not (self._is_over or connection.has_ended or most == 0):

@@ -130,7 +130,6 @@ class PacketSocket:
         self._closed = False
 
     def on_readable(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever `read` may return something."""
         self._loop.add_reader(self._descriptor, callback)
 
     def read(self, buffer: bytearray) -> Packet | None:

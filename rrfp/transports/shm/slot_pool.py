@@ -63,7 +63,6 @@ class SlotPool:
         return slot
 
     def free_slots(self) -> list[Slot]:
-        """All that wait for the next message."""
         return [slot for slots in self._by_size.values() for slot in slots if slot.is_free]
 
     @property
@@ -135,7 +134,6 @@ class SlotLoan:
 
 
 def is_same(target: memoryview, frame: memoryview) -> bool:
-    """Whether two views are of the same memory."""
     return frame.nbytes > 0 and _address(target) == _address(frame)
 
 

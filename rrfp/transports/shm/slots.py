@@ -70,7 +70,6 @@ def size_class(num_bytes: int) -> int:
 
 
 def padded(num_bytes: int) -> int:
-    """The room that a tensor of ``num_bytes`` takes in a slot."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -152,7 +151,6 @@ class Slot:
         return self._borrower is not None and self._borrower() is not None
 
     def frames(self, sizes: Sequence[int]) -> list[memoryview]:
-        """The memory of tensors with these ``sizes``, which fit."""
         return _cut(memoryview(self._array), sizes)
 
     def borrow(self, sizes: Sequence[int]) -> list[memoryview]:

@@ -58,7 +58,6 @@ class PendingConnections:
         self._waiting: dict[PacketSocket, int] = {}
 
     def add(self, connected: Connected) -> None:
-        """Wait for the greeting of an accepted connection."""
         packets = PacketSocket(connected.sock, self._home)
         self._waiting[packets] = connected.process
         packets.on_readable(partial(self._read, packets))

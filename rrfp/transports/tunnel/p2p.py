@@ -96,7 +96,6 @@ class TensorHeader(NamedTuple):
 
     @property
     def moved(self) -> list[TensorSpec]:
-        """Of the tensors that the channel brings."""
         return [spec for spec in self.specs if spec is not None]
 
     @property

@@ -72,7 +72,6 @@ def staged_indices(message: Message) -> list[int]:
 
 
 async def on_device(message: Message, indices: list[int], copies: DeviceCopies, peer: int) -> Message:
-    """A received message with its tensors at ``indices`` on the device."""
     body = {key: value for key, value in message.body.items() if key != STAGED}
     tensors = await with_copies(message.tensors, indices, partial(copies.to_device, peer=peer))
     return replace(message, tensors=tuple(tensors), body=body)
@@ -92,7 +91,6 @@ class Arrivals:
         self._deliver = deliver
         self._on_failed = on_failed
         self._queues = {channel: deque[Message | asyncio.Future[Message]]() for channel in Channel}
-        #: Messages that are being completed.
         self.completing: set[asyncio.Future[Message]] = set()
 
     def is_first_pending(self, channel: Channel) -> bool:
@@ -105,7 +103,6 @@ class Arrivals:
         self._flush(message.channel)
 
     def add_pending(self, message: Message, num_bytes: int, completing: Awaitable[Message]) -> None:
-        """A message arrived, and will be whole, with ``num_bytes``."""
         future = asyncio.ensure_future(completing)
         self._queues[message.channel].append(future)
         self.completing.add(future)
@@ -321,14 +318,12 @@ class TunnelTransport(LinkedTransport[StagedLink]):
         self._leaving: dict[Transport, asyncio.Barrier] = {}
 
     async def _start_bases(self, bases: Iterable[Transport]) -> None:
-        """Use the base transports, each with its part of the peers."""
         self._bases = tuple(bases)
         self._leaving = {base: asyncio.Barrier(max(1, len(base.context.peers))) for base in self._bases}
         await asyncio.gather(*(base.start() for base in self._bases))
         self._check_open()
 
     def _attach(self, links: Iterable[StagedLink]) -> None:
-        """Use the links, one for each peer, from now on."""
         self._links = {link.peer: link for link in links}
         early, self._early = self._early, []
         for entry in early:

@@ -64,7 +64,6 @@ class HeaderChecks:
         raise self._error(field, reason)
 
     def choice(self, field: str, value: Any, choices: type[_Choice]) -> _Choice:
-        """One member of an enumeration."""
         members: dict[str, _Choice] = _members(choices)
         if type(value) is str and value in members:
             return members[value]

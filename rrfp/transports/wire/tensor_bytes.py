@@ -43,7 +43,6 @@ _IN_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 #: Those whose numpy arrays Python can view as plain bytes.
 _CASTABLE = frozenset(DTYPES[name] for name in _NAMES_IN_NUMPY if not DTYPES[name].is_complex)
 
-#: The reverse of `DTYPES`.
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 

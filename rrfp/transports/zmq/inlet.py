@@ -57,9 +57,7 @@ _EVENT = struct.Struct("=Hi")
 class Route:
     """One inbound connection: a channel of a peer."""
 
-    #: The rank at its other end.
     peer: int
-    #: The FIFO that it carries.
     channel: Channel
     #: The message that is arriving, or None between messages.
     assembly: Assembly | None = None

@@ -171,7 +171,6 @@ class ZmqOutlet:
             send_parts(self._socket, [header, b""])
 
     async def post_in_turn(self, header: bytes) -> None:
-        """Send a frame of the link behind all accepted messages."""
         async with self._turn:
             await self._run(_Stream(header, []))
 

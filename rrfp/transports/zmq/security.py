@@ -86,7 +86,6 @@ class Gate:
         self._answer_waiting()
 
     def admit_password(self, rank: int, password: bytes) -> None:
-        """Plain connections of ``rank`` have this password."""
         self._passwords[str(rank).encode()] = (rank, password)
 
     def close_list(self) -> None:
@@ -207,7 +206,6 @@ class Security:
         return (ALL_CHANNELS,)
 
     def protect_listener(self, listener: zmq.Socket[bytes], channels: tuple[Channel, ...]) -> None:
-        """Have a tcp listener refuse all but the peers."""
         guard(listener)
         if self._secret is None or channels == DATA_CHANNELS:
             listener.setsockopt(zmq.PLAIN_SERVER, 1)

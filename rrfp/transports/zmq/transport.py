@@ -46,7 +46,6 @@ class ZmqLink(GreetedLink[ZmqOutlet]):
         self._welcomed = False
 
     def connect(self, outlets: dict[Channel, ZmqOutlet]) -> None:
-        """Greet on each of the connected ``outlets``."""
         self.outlets = outlets
         for channel, outlet in outlets.items():
             outlet.post(self._codec.seal(HELLO, channel.value))

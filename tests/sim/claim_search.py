@@ -68,6 +68,7 @@ class ClaimCase:
         layout: ``"looped"`` or ``"v"``.
         most_bytes: the limit on bytes; None: unlimited.
         sizes: bytes that each microbatch holds on each chunk, which its caller tells; empty: none.
+        is_even: the first microbatch of each replica runs there.
     """
 
     stages: int
@@ -81,6 +82,7 @@ class ClaimCase:
     layout: Layout = "looped"
     most_bytes: int | None = None
     sizes: tuple[int, ...] = ()
+    is_even: bool = False
 
 
 @dataclass(slots=True)
@@ -113,8 +115,6 @@ class _Channel(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that a rank sends."""
-
     channel: _Channel
     event: ev.Event
 
@@ -135,8 +135,6 @@ class _Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Local:
-    """A state of one rank."""
-
     rank: Rank
     #: One way there.
     history: _History
@@ -191,11 +189,11 @@ class ClaimSearch:
         self._stops: set[tuple[int, tuple[ev.Event, ...]]] = set()
 
     def run(self) -> ClaimsExplored:
-        """Visit every state."""
         state: _State = tuple(self._local(rank, ()) for rank in self._ranks)
         for rank in self._ranks:
             paces = self._case.paces[rank.stage] if self._case.paces else ()
-            pool = ev.Pool(rank.replica, self._case.copies, self._case.homes, self._case.depth, paces)
+            case = self._case
+            pool = ev.Pool(rank.replica, case.copies, case.homes, case.depth, paces, case.is_even)
             sizes = tuple(map(float, self._case.sizes)) or None
             move = self._move(state, rank, ev.StepOpened(0, Mode.TRAIN, len(self._case.homes), sizes, pool=pool))
             if move is None:
