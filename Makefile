@@ -21,6 +21,9 @@ CODE := $(wildcard rrfp tests examples benchmarks)
 # One thread a process: pipeline stages share the machine's cores.
 export OMP_NUM_THREADS := 1
 
+# Else every process would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup demo test test-fast test-long long-site peers-site peers parity mutation figures lint fmt bench clean gpu-wheels gpu-site gpu-stub gpu-test gpu-bench gpu-questions gpu-all

@@ -125,7 +125,7 @@ RUNNER_CLOSE_S = 6.0
 #: Leaving, as the caller sees it: the runner's close on a loop that has other things to do too.
 LEAVE_S = 8.0
 
-#: Joining the loop's thread after the request to stop.
+#: Joining the loop's thread, or the one that watches the loop, after the request to stop.
 JOIN_S = 2.0
 
 #: Leaving after a failure waits so long for callbacks, which write the last events; in order it waits for all of them.
@@ -191,7 +191,7 @@ def _check_order() -> None:
         (("MONITOR_S", MONITOR_S), ("WORKERS_END_S", WORKERS_END_S)),
         (
             ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S),
-            ("RUNNER_CLOSE_S", RUNNER_CLOSE_S),
+            ("RUNNER_CLOSE_S + JOIN_S", RUNNER_CLOSE_S + JOIN_S),
             ("LEAVE_S", LEAVE_S),
             (
                 "LEAVE_S + JOIN_S + CALLBACKS_END_S + EXIT_GRACE_S",

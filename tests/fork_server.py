@@ -47,6 +47,7 @@ PRELOADED = (
     "rrfp.transports.zmq.transport",
     "on_device",
     "runtime.processes",
+    "frozen_heap",  # the last one
 )
 
 

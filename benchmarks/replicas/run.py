@@ -1,6 +1,7 @@
 """Replicas of which one has a slow rank: each runs its own microbatches, or they share them.
 
-    python benchmarks/replicas/run.py [--layout 4x2] [--rounds N] [--pace 1] [--slow-links] [--quick] [--json [FILE]]
+    python benchmarks/replicas/run.py [--layout 4x2] [--rounds N] [--pace 1] [--slow-links] [--equal] [--quick]
+                                      [--json [FILE]]
     python benchmarks/replicas/run.py --simulate [--quick] [--json [FILE]]
     python benchmarks/replicas/run.py --gains [--quick] [--json [FILE]]
 
@@ -14,7 +15,7 @@ times are over that of equal replicas that run their own. Inputs of a microbatch
 ``"dealt"`` and with ``True`` ("claimed"), in turns by step; tasks sleep. Medians; "simulated" is the step of the engine
 or, claimed, of the cores of all ranks. Where a rank has become slower five steps are not measured. No gradients are
 summed. All ranks begin a step at one instant. With --slow-links every message takes a millisecond (times the pace), one
-of a claim too; without dealing.
+of a claim too; without dealing. With --equal no rank is slow.
 
 **--simulate**: all these and PP 8 x DP 8: microbatches of one size, without jitter, with messages of 1 ms (each of a
 claim, and that before a claimed step, too) and with jitter J2 (docs/simulator.md); "uneven": of log-normal sizes (sigma
@@ -112,6 +113,7 @@ def main() -> None:
     names = {_name_of(each): each for each in (*REAL, *CHUNKED)}
     parser.add_argument("--layout", choices=names, help="stages x replicas of processes, and chunks; by default two")
     parser.add_argument("--slow-links", action="store_true", help="every message takes a millisecond, times the pace")
+    parser.add_argument("--equal", action="store_true", help="no rank is slow")
     parser.add_argument("--pace", type=float, default=1.0, help="how much longer tasks are")
     parser.add_argument("--rounds", type=int, default=8, help="measured steps of each method and factor, at least 1")
     arguments = parsed(parser, "rounds")
@@ -121,12 +123,14 @@ def main() -> None:
     how: dict[str, Any] = {"pace": arguments.pace}
     if arguments.slow_links:
         how |= {"latency": LATENCY_S, "methods": ("plain", "claimed")}
+    if arguments.equal:
+        how["factors"] = (1.0,)
     if arguments.gains:
         found = list(gains((2,), 1) if arguments.quick else gains())
     elif arguments.simulate:
         found = list(rows((Layout(2, 2),), 2) if arguments.quick else rows())
     elif arguments.quick:
-        found = list(measure(Settings(Layout(2, 2), (1.0, 4.0), 1, **how)))
+        found = list(measure(Settings(Layout(2, 2), **{"factors": (1.0, 4.0), **how}, rounds=1)))
     else:
         found = [row for each in layouts for row in measure(Settings(each, rounds=arguments.rounds, **how))]
 

@@ -136,7 +136,7 @@ class BlockingPipeline(_Face):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         session = self._session
-        if not session.has_to_leave():
+        if not session.turns.has_to_leave():
             return
         try:
             if error is None and session.is_open:
@@ -167,7 +167,7 @@ class BlockingPipeline(_Face):
             raise
         finally:
             if aborted is None:
-                session.end()
+                session.turns.end()
         if aborted is None:
             return call.finish(outcome)
         try:
@@ -178,7 +178,7 @@ class BlockingPipeline(_Face):
             session.ranks.callbacks.call_failed(failed.origin)
             raise
         finally:
-            session.end()
+            session.turns.end()
 
     def step(
         self,
@@ -272,7 +272,7 @@ def _awaited(
             asyncio.get_running_loop()
         except RuntimeError:
             if not self._is_async:
-                self._session.check_outside()  # inside a task neither way is right
+                self._session.turns.check_outside()  # inside a task neither way is right
                 call = method.__name__
                 raise RrfpError(
                     f"{call}() of the async pipeline was called where no event loop runs. Write 'with pipeline as "
@@ -328,7 +328,7 @@ class PipelineHandle(_Face):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         session = self._session
-        if not session.has_to_leave():
+        if not session.turns.has_to_leave():
             return
         try:
             if error is None and session.is_open:
@@ -370,7 +370,7 @@ class PipelineHandle(_Face):
             self._session.fail_soon(RrfpError(f"{call.name} was cancelled by its caller"))
             raise
         finally:
-            self._session.end()
+            self._session.turns.end()
         if aborted is not None:
             raise aborted.with_traceback(None)  # the runtime's frames would bury the caller's
         return call.finish(outcome)

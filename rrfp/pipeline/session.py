@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, NoReturn, TypeVar
-from weakref import WeakSet
 
 from torch.amp import GradScaler
 
@@ -26,18 +24,17 @@ from rrfp.compute.tracebacks import print_no_traceback
 from rrfp.errors import ConfigError, PipelineAborted, RrfpError
 from rrfp.log import get_logger
 from rrfp.model.tasks import Mode
-from rrfp.pipeline.local_ranks import LocalRanks, all_ended, together
+from rrfp.pipeline.local_ranks import LocalRanks, ProcessMonitor, all_ended, together
 from rrfp.pipeline.loop_thread import AwaitedFutures, LoopThread, begin
 from rrfp.pipeline.loss_scaling import LossScaling, Share, bind
 from rrfp.pipeline.lost_rank.finishing import Finishing
 from rrfp.pipeline.lost_rank.roll_call import Decision
 from rrfp.pipeline.lost_rank.survivors import Survivors
 from rrfp.pipeline.method import DispatchMethod
-from rrfp.pipeline.process_monitor import ProcessMonitor
 from rrfp.pipeline.state import PipelineState
+from rrfp.pipeline.turns import Turns
 from rrfp.runtime import records
 from rrfp.runtime.grad_clipping import Clipping, any_overflow
-from rrfp.runtime.lane_executor import running_here
 from rrfp.runtime.stage_runner import StageRunner
 from rrfp.runtime.statistics import RankStatistics
 from rrfp.runtime.steps.plan import EvaluateArguments, Inputs, StepArguments, StepPlan, StepRequest, Targets
@@ -48,14 +45,7 @@ from rrfp.trace.spans import StepTrace
 T = TypeVar("T")
 Scaler = TypeVar("Scaler", bound=GradScaler)
 
-State = Literal[
-    "new", "open", "in a step", "clipping gradients", "comparing overflows", "saving a trace", "leaving", "closed"
-]
-
 logger = get_logger(__name__)
-
-#: Those of this process that were started: `Session.check_outside` names the one that computes.
-_started: WeakSet[Session] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +69,7 @@ class Session:
         #: Of the thread with the loop; None: the ranks run on the caller's loop.
         self.thread_name = thread_name
         self.thread: LoopThread | None = None
-        #: What the pipeline does for its caller. May be read on any thread.
-        self.state: State = "new"
-        #: Held while the state changes: a second caller on another thread must not begin a step as well.
-        self._lock = threading.Lock()
-        #: The process that entered the pipeline, and with loop "caller" the loop that did.
-        self._pid: int | None = None
-        self._home: asyncio.AbstractEventLoop | None = None
-        #: Calls whose arguments were refused. Ranks compare the number, since each may have dropped a batch.
-        self._refused = 0
+        self.turns = Turns(ranks)
         #: Steps begun, counting evaluations, the same on all ranks; and the number of the next training step.
         self._next_step, self._training_step = 0, ranks.options.first_step
         #: Training steps completed on this rank, counting those before ``first_step``.
@@ -106,7 +88,7 @@ class Session:
 
     def __str__(self) -> str:
         """Stages, method and state, for the user. On any thread; takes no lock, so it never waits."""
-        state = self.state
+        state = self.turns.state
         if state == "new":
             text = "not entered"
         elif self.has_given_up or any(runner.abort.failure is not None for runner in self._runners):
@@ -117,117 +99,21 @@ class Session:
             text = "running" if state == "open" else f"running ({state})"
         return f"{self.ranks}, {text}"
 
-    # Turns: one call at a time, in the process and on the loop that entered the pipeline.
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether the pipeline was entered and not left."""
-        return self.state not in ("new", "closed")
-
     @property
     def is_open(self) -> bool:
         """Whether it takes a call now."""
-        return self.state == "open" and not self.has_given_up
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is a child, forked from the process that entered the pipeline: the loop's thread is not here."""
-        return self._pid is not None and self._pid != os.getpid()
+        return self.turns.state == "open" and not self.has_given_up
 
     @property
     def has_given_up(self) -> bool:
         """Whether the loop did not run for too long, so that waiting would never return."""
         return self._given_up is not None
 
-    @contextmanager
-    def _beginning(self, state: State, *, counts: bool = True) -> Iterator[None]:
-        """Enter ``state``, back to open if the block raises; an RrfpError if this caller cannot call now.
-
-        ``counts`` says whether a refused call may have dropped a batch.
-        """
-        self._check_process()
-        if state != "leaving":  # the garbage collector may leave a pipeline that nothing uses any more on any thread
-            self.check_outside()
-        self._check_loop()
-        with self._lock:
-            self._check_entered()
-            if self.state != "open":
-                then = "" if self.state == "closed" else "; await that first: it takes one call at a time"
-                raise RrfpError(f"this pipeline is {self.state}{then}")
-            self.state = state
-        try:
-            yield
-        except BaseException as error:
-            self._refused += counts and isinstance(error, ConfigError)
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """The call that runs has ended, with or without an error."""
-        with self._lock:
-            if self.is_entered:  # and not left meanwhile
-                self.state = "open"
-
-    @contextmanager
-    def _between(self, call: str, *, closed: str | None = None) -> Iterator[None]:
-        """Keep calls from beginning during the block; an RrfpError if one runs, which names ``call``.
-
-        ``closed`` is advice for the caller, if the call does not go after the pipeline was left either.
-        """
-        self._check_process()
-        with self._lock:
-            if self.state not in ("new", "open", "closed"):
-                raise RrfpError(f"{call} goes between steps: this pipeline is {self.state}")
-            if closed is not None and self.state == "closed":
-                raise RrfpError(f"this pipeline is closed: {closed}")
-            yield
-
-    def _check_process(self) -> None:
-        if self.is_foreign:
-            raise RrfpError(
-                f"this pipeline belongs to process {self._pid}, of which this one ({os.getpid()}) was forked: build a "
-                "pipeline in the process that uses it"
-            )
-
-    def _check_entered(self) -> None:
-        if self.state == "new":
-            raise RrfpError("this pipeline is new; enter it first (with pipeline as pipe, or async with)")
-
-    def _check_loop(self) -> None:
-        """Raise an RrfpError on another loop than the caller's own, if the pipeline runs there."""
-        if self._home is not None and asyncio.get_running_loop() is not self._home:
-            raise RrfpError("this pipeline runs on the loop that entered it (loop is 'caller'): await it there")
-
-    def check_outside(self) -> None:
-        """Raise an RrfpError if the calling thread computes a task, of this or another pipeline of the process."""
-        if (running := running_here()) is None:
-            return
-        # The task could not go on before the call returns, and torch's one random generator is the task's until then.
-        _, task = running
-        other = next((session for session in list(_started) if session._computes_here()), None)
-        whose = "its own" if other is self else "another pipeline"
-        if other not in (self, None):
-            whose += f" ({other.ranks})"
-        raise RrfpError(
-            f"this pipeline ({self.ranks}) was called inside task {task} of {whose}: modules, loss_fn and hooks cannot "
-            "call a pipeline of their process; call it before the step, and pass its result as a target or an input"
-        )
-
-    def _computes_here(self) -> bool:
-        """Whether a task of one of the ranks is being computed on this thread. May be called on any thread."""
-        return any(runner.computes_here() for runner in self._runners)
-
     # Entering and leaving.
 
     def enter(self) -> None:
         """Enter the pipeline; an RrfpError the second time. `start` follows on the loop."""
-        self.check_outside()
-        with self._lock:
-            if self.state != "new":
-                raise RrfpError("this pipeline was entered before; build a new one")
-            self.state = "open"
-        self._pid = os.getpid()
-        self._home = asyncio.get_running_loop() if self.thread_name is None else None
+        self.turns.enter(on_this_loop=self.thread_name is None)
         try:
             self._read_ties()
             if self.thread_name is not None:
@@ -255,26 +141,12 @@ class Session:
 
     def settle(self) -> Call[None]:
         """Begin to leave in order: wait for the reports of the last step."""
-        with self._beginning("leaving", counts=False):
+        with self.turns.begin("leaving", counts=False):
             return Call("leaving", self._settle(), lambda _: None)
-
-    def has_to_leave(self) -> bool:
-        """Whether it was not left before; an RrfpError on another loop, or inside a task, that says where to leave."""
-        if self.is_foreign or self.state == "closed":
-            return False
-        self._check_entered()
-        self._check_loop()
-        if self._computes_here():
-            raise RrfpError(
-                "the pipeline cannot be left from inside a task of its own step, such as loss_fn or a module: leave it "
-                "where step() was called"
-            )
-        return True
 
     def leave(self) -> None:
         """Stop the loop's thread and wait for the callbacks; on the caller's loop `delivered` awaits them."""
-        with self._lock:
-            self.state = "closed"
+        self.turns.close()
         if self.thread is not None:
             self.thread.close()
         # The loop does not end, or it ended with the work undone.
@@ -293,13 +165,13 @@ class Session:
         arguments: StepArguments | EvaluateArguments,
     ) -> Call[StepResult]:
         """Begin a step."""
-        with self._beginning("in a step"):
+        with self.turns.begin("in a step"):
             self._check_more()
             return self._begin(self._plan(StepRequest.of(mode, inputs, targets, arguments)))
 
     def run(self, plan: StepPlan) -> Call[StepResult]:
         """Begin the step of a plan that was made elsewhere."""
-        with self._beginning("in a step"):
+        with self.turns.begin("in a step"):
             return self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> Call[StepResult]:
@@ -314,7 +186,7 @@ class Session:
     def _plan(self, request: StepRequest) -> StepPlan:
         scaling = self._scaling if request.mode is Mode.TRAIN else None
         scale = None if scaling is None else scaling.factor()
-        return self.ranks.planner.plan(request, self._next_step, self._training_step, self._refused, scale)
+        return self.ranks.planner.plan(request, self._next_step, self._training_step, self.turns.refused, scale)
 
     def _open(self, plan: StepPlan) -> None:
         """Pass the batch to the programs. On the caller's thread, whose modes apply."""
@@ -349,7 +221,7 @@ class Session:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Call[float]:
         """Begin to clip gradients; errors as in `Clipping`."""
-        with self._beginning("clipping gradients"):
+        with self.turns.begin("clipping gradients"):
             clipping = Clipping(self.ranks.holder, max_norm, norm_type, error_if_nonfinite, foreach)
             return self._gathering(
                 "clipping gradients", "clip_grad_norm_", clipping.share, clipping.empty_share, clipping.clip
@@ -378,8 +250,8 @@ class Session:
 
         ``share`` is for a process that has not all stages.
         """
-        with self._between("scale", closed="call scale() of a new one"):
-            self._scaling = bind(scaler, self.ranks.holder.modules, self, None if self.ranks.are_all else share)
+        with self.turns.between("scale", closed="call scale() of a new one"):
+            self._scaling = bind(scaler, self.ranks.holder.modules, self.turns, None if self.ranks.are_all else share)
         return scaler
 
     def scaling(self) -> LossScaling:
@@ -390,13 +262,13 @@ class Session:
 
     def share_overflow(self, own: bool) -> Call[bool]:
         """Begin to compare whether gradients have overflowed, given whether they have in this process."""
-        with self._beginning("comparing overflows"):
+        with self.turns.begin("comparing overflows"):
             packed, none = records.pack(own), records.pack(False)
             return self._gathering("comparing overflows", "GradScaler.step", lambda: packed, lambda: none, any_overflow)
 
     def save_trace(self, path: str | os.PathLike[str], steps: int | None, replica: int | Literal["all"]) -> Call[None]:
         """Begin to save a trace; a ConfigError if an argument does not fit, or no step is recorded."""
-        with self._beginning("saving a trace", counts=False):
+        with self.turns.begin("saving a trace", counts=False):
             self._check_more()
             here = self.ranks.topologies[0]
             job = DispatchMethod(self.ranks.options).traced(here, is_serial=self.ranks.is_serial)
@@ -414,13 +286,13 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last completed training step."""
-        with self._between("state_dict"):
+        with self.turns.between("state_dict"):
             plain: dict[str, Any] = records.to_plain(self._state(self._completed))
         return plain
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; a ConfigError if it does not fit."""
-        with self._between("load_state_dict", closed="load the state into a new one"):
+        with self.turns.between("load_state_dict", closed="load the state into a new one"):
             read = PipelineState.read(state)
             own = self._state(read.step)
             is_first = self._loaded is None and not self._runners
@@ -597,7 +469,7 @@ class Session:
     async def _connect(self) -> None:
         first_step = self.ranks.options.first_step if self._loaded is None else self._loaded.step
         self._runners = await self.ranks.make_runners(first_step)
-        _started.add(self)
+        self.turns.start(self._runners)
         self._restore()
         await together(runner.start() for runner in self._runners)
 

@@ -55,7 +55,7 @@ def test_a_step_of_the_trace_has_the_links_that_are_slow_in_its_iterations() -> 
     assert len(slow) == 9 * 7
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_processes_are_measured_with_every_method_beside_the_simulation() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "links" / "run.py"), "--quick", "--json"]

@@ -488,7 +488,7 @@ def check(document: Mapping[str, Any], methods: Sequence[str], jitters: Sequence
         assert list(one["over"]) == [name for name in peers if name != one["method"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_systems_alternate_on_the_same_stages_and_leave_raw_data(tmp_path: Path) -> None:
     methods = [TORCH_1F1B, MEGATRON_1F1B, "strict 1f1b", "n", "on Megatron's chunks, whole"]

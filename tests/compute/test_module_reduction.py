@@ -1,4 +1,4 @@
-"""Modules that reduce once for each forward and backward are refused by name."""
+"""Modules of replicas that reduce once for each forward and backward, or whose gradients are sparse, are refused."""
 
 from __future__ import annotations
 
@@ -61,3 +61,19 @@ def test_a_stage_in_fsdp1_is_refused(coordinate: tuple[str, ...], split: bool) -
         rrfp.Pipeline(nn.Sequential(nn.ReLU(), sharded), mesh=mesh, coordinate=coordinate, loss_fn=mean, split=split)
     with pytest.raises(ConfigError, match="the module of virtual stage 0 is in FullyShardedDataParallel"):
         rrfp.local([sharded, nn.Linear(2, 2)], loss_fn=mean, split=split)
+
+
+def test_a_sparse_table_of_replicas_is_refused_at_any_depth_and_named_by_its_part() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    tables = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True)))
+    message = r"the submodule '1.0' of virtual stage 0 has sparse=True.*: gradients are summed over replicas as dense"
+    with pytest.raises(ConfigError, match=message):
+        rrfp.Pipeline(tables, mesh=mesh, loss_fn=mean)
+    graph = rrfp.Graph()
+    graph.part("lm", stages=[0, 1], reads={"words": graph.part("words", stages=[0])})
+    parts = {"words": nn.Embedding(3, 2, sparse=True), "lm": nn.Linear(2, 2)}
+    with pytest.raises(ConfigError, match="the module of part 'words' has sparse=True"):
+        rrfp.Pipeline(parts, graph=graph, mesh=mesh, loss_fn=mean)
+    tables.requires_grad_(False)
+    rrfp.Pipeline(tables, mesh=mesh, loss_fn=mean)
+    rrfp.Pipeline(nn.Embedding(3, 2), mesh=mesh, loss_fn=mean)

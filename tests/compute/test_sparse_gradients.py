@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.gradients.module_checks import check_not_sparse
 from rrfp.errors import ConfigError
 
 
@@ -55,12 +54,3 @@ def test_a_tied_sparse_table_is_refused() -> None:
         rrfp.local([first, last], loss_fn=mean)
     first.weight.requires_grad_(False)
     rrfp.local([first, last], loss_fn=mean)
-
-
-def test_sparse_tables_are_found_at_any_depth() -> None:
-    modules = {2: nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True)))}
-    with pytest.raises(ConfigError, match=r"submodule '1.0' of virtual stage 2 has sparse=True.*: because of that"):
-        check_not_sparse(modules, "because of that")
-    modules[2].requires_grad_(False)
-    check_not_sparse(modules, "because of that")
-    check_not_sparse({0: nn.Embedding(3, 2)}, "because of that")

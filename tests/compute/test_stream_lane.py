@@ -183,10 +183,13 @@ async def test_two_lanes_of_one_device_see_each_others_results_only_when_complet
 
 
 async def issued(lane: StreamLane) -> None:
-    """Wait until all calls of the lane have returned; the device may be at work on them."""
-    has_returned = threading.Event()
-    lane.enqueue(has_returned.set)
-    await asyncio.to_thread(has_returned.wait)
+    """Wait until all calls of the lane have returned and their blocks are left; the device may be at work on them."""
+    has_begun = threading.Event()
+    lane.enqueue(has_begun.set)
+    await asyncio.to_thread(has_begun.wait)
+    # Within its block the call before is visible, and to other threads as well.
+    while not lane.stack().startswith("the call has returned"):  # noqa: ASYNC110 - no event says so
+        await asyncio.sleep(0)
 
 
 async def test_a_closed_lane_is_not_over_before_the_device_has_completed_its_work() -> None:

@@ -52,7 +52,11 @@ def steps(output: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(("stages", "amp"), [(2, "fp16"), long(2, "bf16"), long(4, "off")])
 def test_a_pipeline_trains_and_evaluates(stages: int, amp: str) -> None:
-    output = end(start(stages, "--steps", "3", "--microbatches", "6", "--evaluate-every", "3", "--amp", amp))
+    arguments = ("--steps", "3", "--microbatches", "6", "--evaluate-every", "3", "--amp", amp)
+    if amp == "fp16":  # torchrun and its interpreters only where time allows
+        output = printed(SCRIPT, *arguments, ranks=stages, timeout_s=80)
+    else:
+        output = end(start(stages, *arguments))
     numbers, losses = zip(*steps(output), strict=True)
     assert numbers == (1, 2, 3)
     assert losses[-1] < losses[0]

@@ -11,7 +11,6 @@ from graphs.graph_models import WIDTH, Block, loss_fn, tensors
 from torch import Tensor, nn
 
 import rrfp
-from rrfp.compute.gradients.module_checks import check_not_sparse
 from rrfp.errors import RrfpError
 
 #: Modules by part.
@@ -147,8 +146,3 @@ def test_a_missing_target_is_wanted_where_the_loss_is() -> None:
     wanted = "targets is missing, must be a list of 4 on the rank that computes the loss"
     with rrfp.local(stages, graph=graph, loss_fn=loss_fn).blocking() as pipe, pytest.raises(RrfpError, match=wanted):
         pipe.step(batch)
-
-
-def test_a_sparse_table_of_a_replica_is_named_by_its_part() -> None:
-    with pytest.raises(RrfpError, match="the submodule 'words' of part 'audio' has sparse=True"):
-        check_not_sparse({1: Table()}, "because", ("part 'lm'", "part 'audio'").__getitem__)

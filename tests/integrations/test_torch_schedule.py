@@ -47,9 +47,19 @@ def run(functions: Sequence[FunctionType], ranks: int) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("part", range(3))
+#: Of two ranks those that repeat others, on as many or on three.
+REPEATED = (*OF_PLACEMENT, placements.twenty_steps)
+
+
+@pytest.mark.parametrize("part", range(2))
 def test_on_two_ranks(part: int) -> None:
-    run(tuple(cases_of(placements, calls, messages, wrappers, weights, refusals, failures))[part::3], 2)
+    cases = cases_of(placements, calls, messages, wrappers, weights, refusals, failures)
+    run([case for case in cases if case not in REPEATED][part::2], 2)
+
+
+@pytest.mark.long
+def test_placements_on_two_ranks() -> None:
+    run(REPEATED, 2)
 
 
 def test_placements_on_three_ranks() -> None:

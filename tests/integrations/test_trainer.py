@@ -61,6 +61,7 @@ def assert_same_weights(model: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.long
 def test_one_process_trains_as_a_plain_trainer(plain: Any, tmp_path: Path) -> None:
     """20 steps of two batches: clipped, with warm-up, evaluations and metrics."""
     model = build()

@@ -292,6 +292,7 @@ def dies_in_the_roll_call(training: Training, victim: int, seconds: Sequence[int
         "grouping": (StepSnapshot, "restore", die_in_a_group),
         "done": (RollCall, "publish_end", die),
         "meeting": (Survivors, "pass_gradients", die),
+        "gathering": (Survivors, "gather", die),
     }[when]
     if training.place.rank in seconds:
         setattr(owner, method, action)

@@ -1,4 +1,4 @@
-"""Draws kills at random moments, and runs replicas into them whose other ranks finish the step, or save without it."""
+"""Draws kills and stops at random moments, and runs replicas into them whose other ranks finish the step, or save."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from runtime.lost_ranks import STAGES, LostRanks, Training, batch_of
+from runtime.lost_ranks import PATIENCE_S, STAGES, LostRanks, Training, batch_of
 from runtime.toys import TOLERANCE, loss_fn, stages
 from torch import Tensor, nn
 
@@ -42,6 +42,8 @@ class Kill:
         after: seconds from the moment when all ranks have trained for some steps.
         seconds: what a forward takes.
         shared: how replicas share their work.
+        how: the signal.
+        pause: seconds until a stopped victim goes on.
     """
 
     replicas: int
@@ -49,6 +51,8 @@ class Kill:
     after: float
     seconds: float
     shared: Any
+    how: signal.Signals = signal.SIGKILL
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,15 @@ def draw(seed: int, count: int) -> list[Kill]:
     return kills
 
 
+def draw_stops(seed: int, count: int) -> list[Kill]:
+    """Likewise; the victim goes on in the roll call of the others, or after it."""
+    choices = random.Random(seed)
+    return [
+        replace(kill, how=signal.SIGSTOP, pause=choices.uniform(PATIENCE_S + 2.0, PATIENCE_S + 10.0))
+        for kill in draw(seed + 1, count)
+    ]
+
+
 def named(place: rrfp.Topology, module: nn.Module) -> dict[str, nn.Module]:
     return {f"layers.{place.stage}": module}
 
@@ -131,7 +144,10 @@ def train_until_a_rank_is_lost(training: Training, seconds: float) -> Saved:
 
 
 def run(kill: Kill, folder: Path) -> Outcome:
-    """Raises AssertionError if a rank hangs, has another result than an undisturbed run, or names somebody else."""
+    """Raises AssertionError if a rank hangs, has another result than an undisturbed run, or names somebody else.
+
+    A rank that was stopped, and goes on, names itself.
+    """
     folder.mkdir()
     options: dict[str, Any] = {"share_replicas": kill.shared} if kill.shared else {}
     ranks = LostRanks(folder, train_until_a_rank_is_lost, kill.seconds, replicas=kill.replicas, **options)
@@ -142,7 +158,14 @@ def run(kill: Kill, folder: Path) -> Outcome:
             assert said == "training", said
         time.sleep(kill.after)  # the moment is drawn
         struck = time.monotonic()
-        os.kill(int(ranks.processes[kill.victim].pid), signal.SIGKILL)
+        victim_pid = int(ranks.processes[kill.victim].pid)
+        os.kill(victim_pid, kill.how)
+        if kill.how is signal.SIGSTOP:
+            time.sleep(kill.pause)  # drawn
+            os.kill(victim_pid, signal.SIGCONT)
+            victim = ranks.end(kill.victim)
+            assert victim.error == "PipelineAborted", f"the stopped rank: {victim}"
+            assert victim.culprit == kill.victim, f"the stopped rank names {victim.culprit}: {victim.text}"
         ends = {rank: ranks.end(rank) for rank in left}
         last = max(end.at for end in ends.values()) - struck
         ranks.join(struck, within_s=ENDED_S)
@@ -237,4 +260,4 @@ def report(outcomes: list[Outcome]) -> str:
     took = sorted(one.ended for one in outcomes)
     counts = ", ".join(f"{how}: {count}" for how, count in sorted(ends.items()))
     times = f"{took[len(took) // 2]:.2f} s (median), {took[-1]:.2f} s (longest)"
-    return f"{len(outcomes)} kills: {counts}; all had ended after {times}"
+    return f"{len(outcomes)} times: {counts}; all others had ended after {times}"

@@ -50,6 +50,7 @@ SECOND = [
     long((2,), 2, "grouping", True),  # with all that are left
     long((1,), 2, "grouping", True),
     long((1,), 2, "meeting", False),
+    long((2,), 2, "gathering", False),  # in a group that is made
 ]
 
 

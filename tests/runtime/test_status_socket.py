@@ -250,13 +250,13 @@ def local(**options: Any) -> rrfp.LocalPipeline:
 def test_a_job_runs_without_a_socket_and_says_why(
     value: str, reason: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "rrfp.pipeline.process_monitor")
+    caplog.set_level(logging.INFO, "rrfp.pipeline.local_ranks")
     folder.chmod(0o755)
     (folder / "file").touch()
     monkeypatch.setenv("RRFP_TOP", value.replace("OPEN", str(folder)))
     with local().blocking() as pipe:
         pipe.step(BATCH.inputs, BATCH.targets)
-    lines = [record for record in caplog.records if record.name == "rrfp.pipeline.process_monitor"]
+    lines = [record for record in caplog.records if record.name == "rrfp.pipeline.local_ranks"]
     if reason is None:
         assert not lines
     else:

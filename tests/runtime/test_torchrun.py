@@ -20,7 +20,7 @@ def test_gradients_between_processes_are_the_references() -> None:
         assert report["abort_s"] < 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interpreters_end_that_torchrun_started_beside_a_busy_lane_and_a_collective() -> None:
     for report in reports("runtime/torchrun_gradients.py", "ends", ranks=2, timeout_s=50):
         assert [gap < TOLERANCE for gap in report["worst"].values()] == [True]

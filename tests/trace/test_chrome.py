@@ -188,6 +188,33 @@ def test_a_counter_for_each_stage_has_the_chunk_tasks_that_it_held(steps: list[S
     assert first[:2] == [(pytest.approx((time - 100) * 1e6, abs=1e-3), held) for time, held in held_until]
 
 
+def held(*spans: tuple[Kind, int, float]) -> list[tuple[float, int]]:
+    """The counter of a stage for tasks of one second: each is a kind, a microbatch and a start."""
+    tasks = tuple(TaskSpan(0, Task(kind, microbatch, 0), start, start + 1.0) for kind, microbatch, start in spans)
+    return counted(StepTrace(0, 0.0, 9.0, tasks), 0)
+
+
+def counted(trace: StepTrace, stage: int) -> list[tuple[float, int]]:
+    counters = [event for event in of_phase(chrome_events([trace]), "C") if event["name"] == f"stage {stage} held"]
+    return [(event["ts"] / 1e6, event["args"]["chunk tasks"]) for event in counters]
+
+
+def test_a_chunk_task_is_held_from_its_forward_to_its_last_task() -> None:
+    F, B, W = Kind.F, Kind.B, Kind.W
+    assert held((F, 0, 0), (F, 1, 1), (B, 0, 2), (B, 1, 5)) == [(0.0, 1), (1.0, 2), (3.0, 1), (6.0, 0)]
+    assert held((F, 0, 0), (B, 0, 2), (W, 0, 4)) == [(0.0, 1), (5.0, 0)]
+    assert held((F, 0, 0), (F, 1, 3)) == [(0.0, 1), (1.0, 0), (3.0, 1), (4.0, 0)], "forwards alone"
+    assert held((F, 0, 0), (F, 1, 1)) == [(0.0, 1), (1.0, 0), (1.0, 1), (2.0, 0)], "an end comes before a start"
+    assert held((B, 0, 0)) == [], "its forward was lost"
+
+
+def test_each_chunk_counts_and_other_stages_do_not() -> None:
+    tasks = [(0, Task(Kind.F, 0, 0), 0.0), (0, Task(Kind.F, 0, 2), 2.0), (0, Task(Kind.B, 0, 0), 4.0)]
+    tasks.append((1, Task(Kind.F, 0, 1), 0.0))
+    spans = tuple(TaskSpan(stage, task, start, start + 1.0) for stage, task, start in tasks)
+    assert counted(StepTrace(0, 0.0, 9.0, spans), 0) == [(0.0, 1), (2.0, 2), (3.0, 1), (5.0, 0)]
+
+
 def test_the_reader_passes_counters_and_other_programs_events_over(steps: list[StepTrace], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_chrome(path, steps)

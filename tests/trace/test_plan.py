@@ -15,7 +15,6 @@ from batches import long
 from fork_server import TESTS, fork_server, printed
 
 from rrfp.costs import CostTable, make_costs
-from rrfp.costs.table import Matrix
 from rrfp.errors import ConfigError
 from rrfp.lab.advice.advice import Adviser, Wishes
 from rrfp.lab.advice.recorded import Recorded, read_recording
@@ -69,7 +68,7 @@ def table(
     )
 
 
-def table_of(forward: Matrix) -> CostTable:
+def table_of(forward: Any) -> CostTable:
     """One chunk a stage, whole backwards."""
     latency = np.full((len(forward) - 1, forward.shape[1]), 0.0005)
     times: Any = {"forward": forward, "backward": 2 * forward, "weight": None}

@@ -7,10 +7,10 @@ both ends: `GlooGroup.abort` makes use of that.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +19,11 @@ from torch import Tensor
 from rrfp import timeouts
 from rrfp.compute.lanes.thread import ThreadLane
 from rrfp.devices.base import CopyLane
-from rrfp.threads import start_thread
 from rrfp.transports.base import TransportContext
 from rrfp.transports.collective.channel import RankPair
 from rrfp.transports.collective.transport import CollectiveTransport
 from rrfp.transports.wire.header_checks import TensorSpec
 from rrfp.transports.wire.tensor_bytes import as_byte_tensor
-from rrfp.transports.zmq.endpoint import LOOPBACK
 
 #: gloo's tags have 31 bits. The last one is no transfer's.
 _TAGS = (1 << 31) - 1
@@ -35,7 +33,7 @@ _TRANSFER = timedelta(seconds=timeouts.TRANSFER_S)
 
 def over_gloo(context: TransportContext) -> CollectiveTransport:
     """One rank's `collective` over gloo, within a host."""
-    return CollectiveTransport(context, GlooBackend(context.rank, LOOPBACK))
+    return CollectiveTransport(context, GlooBackend(context.rank, "127.0.0.1"))
 
 
 class GlooGroup:
@@ -57,7 +55,8 @@ class GlooGroup:
     def abort(self) -> None:
         """See `PairGroup.abort`. May be called twice."""
         if self._group is not None:
-            start_thread(partial(_close_connection, self._group, self._peer), self._name)
+            # Not a daemon: the end of the process must wait for what calls C++.
+            threading.Thread(target=_close_connection, args=(self._group, self._peer), name=self._name).start()
         self._group = self._begin = None
 
 

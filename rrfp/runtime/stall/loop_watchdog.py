@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from rrfp import timeouts
 from rrfp.compute.tracebacks import all_stacks
@@ -55,20 +56,24 @@ class LoopWatchdog:
         self._beat_at = 0.0
         self._loop_thread = 0
         self._beating: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rrfp-loop-watch", daemon=True)
 
     def start(self) -> None:
-        self._loop_thread = threading.get_ident()
+        self._loop_thread, self._loop = threading.get_ident(), asyncio.get_running_loop()
         self._beat()
-        self._beating = asyncio.create_task(self._beat_on(), name="rrfp-beat")
         self._thread.start()
+        self._beating = asyncio.create_task(self._beat_on(), name="rrfp-beat")
 
-    def close(self) -> None:
-        """End; never waits. May be called twice, and on any thread; on the loop's own the beat ends at once."""
+    async def close(self) -> None:
+        """End, and wait until the thread and the second process have, `JOIN_S` at most."""
         self._done.set()
-        if self._beating is not None and threading.get_ident() == self._loop_thread:
+        if self._beating is not None:
             self._beating.cancel()
+            with suppress(TimeoutError):  # a handler of the log may block the thread
+                async with asyncio.timeout(timeouts.JOIN_S):
+                    await self._over.wait()
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
@@ -89,11 +94,14 @@ class LoopWatchdog:
         finally:
             if self._lock_watch is not None:
                 self._lock_watch.close()
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._over.set)
 
     def _watch_on(self) -> None:
         logged = given_up_on = 0.0
         looked_at = time.monotonic()
-        self._beat_of_lock()
+        if not self._done.is_set():
+            self._beat_of_lock()
         while not self._done.wait(self._pause):
             self._beat_of_lock()
             now, beat_at = time.monotonic(), self._beat_at
