@@ -92,8 +92,9 @@ def targets_and_losses_without_a_loss_fn_are_refused() -> None:
         for arguments, options, expected in given:
             with pytest.raises(ConfigError, match=f"loss_fn is None, must be a function .*{expected}"):
                 call(*arguments, **options)
+    wrong: Any = 3
     with pytest.raises(ConfigError, match=r"^loss_kwargs is 3, must be a dict of keywords of loss_fn, or None$"):
-        rank.schedule.step(*args, loss_kwargs=3)
+        rank.schedule.step(*args, loss_kwargs=wrong)
     rank.schedule.step(*args)
     rank.schedule.close()
 
