@@ -38,6 +38,7 @@ def check_aims(aims: list[dict[str, Any]]) -> None:
         assert aim["met"] is within, aim
 
 
+@pytest.mark.long
 def test_dispatch_reports_every_latency_with_its_aim() -> None:
     document = quick("dispatch")
 

@@ -47,6 +47,12 @@ def run(functions: Sequence[FunctionType], ranks: int) -> None:
     assert not failed, "\n".join(failed)
 
 
+#: Of what FSDP shards, beside whole stages.
+OTHER_SHARDS: Sequence[Any] = (
+    torch_mesh_cases.fsdp_of_checkpointed_modules,
+    torch_mesh_cases.fsdp_of_parts_and_the_whole,
+)
+
 #: Of two ranks those that repeat others, on as many or on three.
 REPEATED = (*OF_PLACEMENT, placements.twenty_steps)
 
@@ -67,4 +73,9 @@ def test_placements_on_three_ranks() -> None:
 
 
 def test_with_data_and_tensor_parallelism_on_two_by_two_ranks() -> None:
-    run(tuple(cases_of(torch_mesh_cases)), 4)
+    run([case for case in cases_of(torch_mesh_cases) if case not in OTHER_SHARDS], 4)
+
+
+@pytest.mark.long
+def test_other_shards_of_fsdp_on_two_by_two_ranks() -> None:
+    run(OTHER_SHARDS, 4)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from runtime.ranks import ThreadedRanks
+from runtime.ranks import ThreadedRanks, as_in_processes
 from runtime.tied_models import expect, same_bits, tied, words
 from torch import Tensor, nn
 
 import rrfp
 from rrfp import Topology
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, TransportError
 from rrfp.model.mesh import Mesh
 from rrfp.pipeline.faces import BlockingPipeline
+from rrfp.transports.rendezvous import LocalRendezvous
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,29 @@ def test_a_tied_parameter_that_was_replaced_is_refused(
     with blocking as pipe:
         pipe.step(*words(3))
         refused(lambda: pipe.step(*words(3)))
+
+
+@pytest.mark.allow_blocking(reason="it tells the other rank before there is a loop of its own")
+async def test_one_that_was_replaced_before_entering_ends_the_start_of_the_other_rank_too() -> None:
+    parts, weights = tied(2)
+    options: dict[str, Any] = {"rendezvous": LocalRendezvous(), "transport": "inproc", "connect_timeout": 10.0}
+    with as_in_processes():
+        pipelines = [
+            rrfp.Pipeline(
+                part, topology=Topology(rank, 2), loss_fn=nn.functional.mse_loss, ties={"embedding": weight}, **options
+            )
+            for rank, (part, weight) in enumerate(zip(parts, weights, strict=True))
+        ]
+    set_anew(parts)
+
+    async def enter(pipeline: rrfp.Pipeline) -> None:
+        async with pipeline:
+            pass
+
+    first, second = await asyncio.gather(*map(enter, pipelines), return_exceptions=True)
+    assert isinstance(second, ConfigError)
+    assert isinstance(first, TransportError)
+    assert str(first).startswith(f"stage 1 says, through the store: ConfigError: {second!s:.100}")
 
 
 def test_a_tied_parameter_that_only_got_another_name_or_other_values_is_still_tied() -> None:

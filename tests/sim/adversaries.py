@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sim.tp_cases import AnyReady
 
@@ -11,7 +12,6 @@ from rrfp import Hint, View
 from rrfp.core.events import Event
 from rrfp.core.ready_set import ReadySet
 from rrfp.hints.registry import create_hint
-from rrfp.hints.run_ahead import EncoderAware, RunAhead
 from rrfp.memory.admission import Limit
 from rrfp.model.tasks import Task
 
@@ -51,16 +51,9 @@ class Hesitant(AnyReady):
         return True
 
 
-class HoldsBack(RunAhead):
-    """Lets no encoder run ahead unless it has to."""
-
-    def _most_ahead(self, stage: object, view: View) -> float:
-        return 0
-
-
-def holding_back(hint: EncoderAware) -> EncoderAware:
+def holding_back(hint: Any) -> Any:
     """``hint``, but it holds back every forward of an encoder chunk that it may."""
-    hint._run_ahead = HoldsBack()
+    hint._run_ahead._most_ahead = lambda stage, view: 0
     return hint
 
 

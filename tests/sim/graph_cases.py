@@ -12,8 +12,7 @@ from itertools import combinations, product
 from rrfp.core.ready_set import ForcedOrder
 from rrfp.lab.explore.cases import Bounds
 from rrfp.lab.explore.search import Exploration, Oracles, explore
-from rrfp.memory.admission import Limit
-from rrfp.memory.banker import Banker
+from rrfp.memory.admission import RULES, Limit
 from rrfp.memory.rules import MemoryRule, Reserve, Staircase
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
@@ -67,7 +66,7 @@ class GraphCase:
 
     @property
     def _admission(self) -> type[MemoryRule] | None:
-        halves = {"banker": Banker, "staircase": Reserve if self.in_order else Staircase}
+        halves = {"banker": RULES["banker"], "staircase": Reserve if self.in_order else Staircase}
         return halves.get(self.rule)
 
     def explore(self, *, reduce: bool | None = None, oracles: Oracles | None = None) -> Exploration:
