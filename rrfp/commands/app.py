@@ -36,7 +36,8 @@ class Commands(CommandGroup):
         kwargs["standalone_mode"] = False
         try:
             result = super().main(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as where a shell has closed it
+                sys.stdout.flush()
         except UsageError as error:
             _fail(usage_text(error), USAGE)
         except ConfigError as error:

@@ -127,6 +127,12 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
     assert result.stderr == ""
 
 
+def test_a_closed_output_is_no_traceback() -> None:
+    command = f"{sys.executable} -m rrfp.cli hints >&-"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_an_output_on_a_full_disk_is_a_line() -> None:
     command = f"{sys.executable} -m rrfp.cli hints > /dev/full"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)

@@ -181,6 +181,8 @@ class ScheduleRRFP(TorchSchedule):
             with faults.kept():
                 checks.check_init_timeout(self._init_timeout)
             with faults.kept():
+                checks.check_loss(loss_fn)
+            with faults.kept():
                 listed = checks.check_stages(stages)
                 checks.check_mesh(mesh, coordinate, listed[0])
                 checks.check_options(options, listed)
@@ -263,7 +265,8 @@ class ScheduleRRFP(TorchSchedule):
             PipelineAborted: if any rank failed. It is a RuntimeError too, and a ``PipeliningMetadataError`` of torch if
                 that is the cause.
             ConfigError: if there are targets or ``losses`` without a ``loss_fn``, the last stage lacks its targets,
-                or another schedule has prepared these stages for another number of microbatches since.
+                ``loss_kwargs`` is no dict, or another schedule has prepared these stages for another number of
+                microbatches since.
             RuntimeError: if a backward needs the grad mode that the caller has switched off.
             TransportError: if the exchange of shapes before the first step took too long.
             TypeError: if the lists by microbatch are none.
@@ -273,6 +276,7 @@ class ScheduleRRFP(TorchSchedule):
             raise RuntimeError("step() has a backward, and was called without gradients; call eval() instead")
         if self.last_result is not None:
             checks.check_prepared(self._stages, self.n_microbatches)
+        checks.check_loss(None, loss_kwargs)
         if not self.has_loss:
             checks.check_no_loss(target=target, target_mbs=target_mbs, losses=losses)
         if arg_mbs is None and kwarg_mbs is None and target_mbs is None:

@@ -63,6 +63,7 @@ def arguments_that_do_not_fit_are_refused_together() -> None:
         ((nn.Linear(2, 2), 2, loss_fn), {}, r"stages\[0\] is a Linear, must be a PipelineStage"),
         (([stage(), stage()], 2, loss_fn), {}, "must have each once"),
         (([stage(), stage(0, 9)], 2, loss_fn), {}, r"stages\[1\].num_stages is 9, must be stages\[0\]'s"),
+        ((stage(), 2, "mse"), {}, r"^loss_fn is 'mse', must be callable: loss_fn\(output, target\), or None$"),
         ((stage(), 2, loss_fn), {"placement": "v", "seed": 3}, r"does not take placement \(.*\), seed \("),
         ((stage(), 2, loss_fn), {"share_replicas": True}, r"does not take share_replicas \(torch's stages run"),
         ((stage(), 2, loss_fn), {"limit": rrfp.Limit(bytes=100)}, "limit: bytes is 100, must be None"),
@@ -91,6 +92,9 @@ def targets_and_losses_without_a_loss_fn_are_refused() -> None:
         for arguments, options, expected in given:
             with pytest.raises(ConfigError, match=f"loss_fn is None, must be a function .*{expected}"):
                 call(*arguments, **options)
+    wrong: Any = 3
+    with pytest.raises(ConfigError, match=r"^loss_kwargs is 3, must be a dict of keywords of loss_fn, or None$"):
+        rank.schedule.step(*args, loss_kwargs=wrong)
     rank.schedule.step(*args)
     rank.schedule.close()
 
