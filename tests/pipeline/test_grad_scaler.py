@@ -315,19 +315,20 @@ def gradients(modules: list[nn.Module]) -> list[torch.Tensor]:
 
 def test_unscale_divides_the_gradients_by_the_scale_on_both_faces() -> None:
     modules, others = model(2), model(2)
+    optimizer, another = sgd(modules), sgd(others)  # the first one of a process takes longer than a loop may
 
     async def train() -> None:
         async with rrfp.local(list(others), loss_fn=loss_fn) as pipe:
             pipe.scale(new_scaler())
             await pipe.step(*batch(0))
-            await pipe.unscale_(sgd(others))
+            await pipe.unscale_(another)
 
     asyncio.run(train())
     with rrfp.local(list(modules), loss_fn=loss_fn).blocking() as blocking:
         scale = blocking.scale(new_scaler()).get_scale()
         blocking.step(*batch(0))
         scaled = gradients(modules)
-        blocking.unscale_(sgd(modules))
+        blocking.unscale_(optimizer)
     for unscaled in (gradients(modules), gradients(others)):
         torch.testing.assert_close([scale * gradient for gradient in unscaled], scaled)
 
