@@ -42,11 +42,11 @@ def _write(path: Path, text: str) -> None:
     except FileExistsError as error:
         raise ConfigError(f"{path}: exists, must be a new file: jobs may use the old one") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from error
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
     try:
         with open(descriptor, "w") as file:
             os.fchmod(descriptor, _MODE)  # whatever the umask says
             file.write(f"{text}\n")
     except OSError as error:
         path.unlink()  # half a secret is none
-        raise ConfigError(f"{path}: cannot be written: {error}") from error
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error

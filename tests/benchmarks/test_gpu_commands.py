@@ -148,7 +148,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path)
     assert run_one([sys.executable, "-c", "raise SystemExit(3)"], 20.0) == "exit code 3"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_gpu_the_benchmark_says_so() -> None:
     told = printed(ROOT / "benchmarks" / "gpu" / "run.py", variables={"CUDA_VISIBLE_DEVICES": ""})
     assert told == "needs a CUDA device; --device double shows that everything runs\n"

@@ -229,6 +229,7 @@ def children() -> set[str]:
 def test_the_second_process_has_ended_when_its_pipeline_was_left() -> None:
     """Also if it was about to begin then."""
     before = children()
-    with rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), transport="inproc"):
-        pass
-    assert children() <= before
+    for _ in range(8):
+        with rrfp.Pipeline(stages(1)[0], topology=rrfp.Topology(0, 1), transport="inproc"):
+            pass
+        assert children() <= before
