@@ -191,6 +191,7 @@ def _check_order() -> None:
         (("MONITOR_S", MONITOR_S), ("WORKERS_END_S", WORKERS_END_S)),
         (
             ("TRANSPORT_CLOSE_S", TRANSPORT_CLOSE_S),
+            ("RUNNER_CLOSE_S", RUNNER_CLOSE_S),
             ("RUNNER_CLOSE_S + JOIN_S", RUNNER_CLOSE_S + JOIN_S),
             ("LEAVE_S", LEAVE_S),
             (

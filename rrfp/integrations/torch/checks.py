@@ -16,7 +16,6 @@ from rrfp import Limit, Topology
 from rrfp.errors import ConfigError
 from rrfp.integrations.torch import private
 from rrfp.integrations.torch.private import Stage
-from rrfp.plain import shown
 
 #: Arguments of `rrfp.Pipeline` that mean nothing here, with the reason.
 OTHERWISE = {
@@ -163,9 +162,9 @@ def check_prepared(stages: Sequence[Stage], microbatches: int) -> None:
 def check_loss(loss_fn: Any, loss_kwargs: Any = None) -> None:
     """Refuse what is no loss function, and what are no keywords of one."""
     if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(f"loss_fn is {shown(loss_fn)}, must be callable: loss_fn(output, target), or None")
+        raise ConfigError(f"loss_fn is {loss_fn!r:.80}, must be callable: loss_fn(output, target), or None")
     if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
-        raise ConfigError(f"loss_kwargs is {shown(loss_kwargs)}, must be a dict of keywords of loss_fn, or None")
+        raise ConfigError(f"loss_kwargs is {loss_kwargs!r:.80}, must be a dict of keywords of loss_fn, or None")
 
 
 def check_no_loss(**of_a_loss: Any) -> None:
