@@ -38,14 +38,15 @@ async def test_of_two_failures_the_first_is_raised_although_no_call_has_raised_i
     await abort.close_transport()
 
 
+async def waits_for_ever(abort: AbortController) -> None:
+    async with abort.during("the step"):
+        await asyncio.get_running_loop().create_future()
+
+
 async def test_a_waiting_caller_gets_the_first_of_two_failures_that_come_before_its_turn() -> None:
     abort = await controller([])
 
-    async def for_ever() -> None:
-        async with abort.during("the step"):
-            await asyncio.get_running_loop().create_future()
-
-    waiting = asyncio.create_task(for_ever())
+    waiting = asyncio.create_task(waits_for_ever(abort))
     await asyncio.sleep(0)
     assert abort.is_awaited
     abort.fail(ValueError("first"))
@@ -59,11 +60,7 @@ async def test_a_caller_that_is_cancelled_when_a_failure_comes_stays_cancelled()
     """Otherwise its own timeout or task group would take it for one that goes on."""
     abort = await controller([])
 
-    async def for_ever() -> None:
-        async with abort.during("the step"):
-            await asyncio.get_running_loop().create_future()
-
-    waiting = asyncio.create_task(for_ever())
+    waiting = asyncio.create_task(waits_for_ever(abort))
     await asyncio.sleep(0)
     abort.fail(ValueError("first"))
     waiting.cancel()

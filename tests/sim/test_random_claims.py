@@ -336,7 +336,7 @@ def test_even_replicas_keep_their_first_microbatch_in_the_first_chunk_without_a_
 
 @pytest.mark.parametrize(("table", "kept"), [((0, 1, 2), 3), ((0, 1, 0, 1), 2), ((0, 1, 1, 0), 1), ((0, 0, 1, 1), 0)])
 def test_what_is_claimed_with_the_next_chunk_is_not_kept(table: tuple[int, ...], kept: int) -> None:
-    """Else another microbatch could begin between the two, and keep the second from memory for ever."""
+    """Otherwise a microbatch between the two could take the memory that the second needs, for ever."""
     graph = TaskGraph(TablePlacement(table), split=(False,) * len(table))
     opened = ev.StepOpened(0, Mode.TRAIN, 2, pool=ev.Pool(0, 2, (0, 1), is_even=True))
     found = set[int]()

@@ -190,7 +190,7 @@ class RollCall:
         return answer
 
     async def publish(self, key: str, value: Any) -> None:
-        """Give ``value``, a record, to whoever looks at ``key``."""
+        """Publish ``value``, a record, under ``key``."""
         name = f"{self._keys}/{key}"
         async with asyncio.timeout(timeouts.ROLL_CALL_S):
             await self._rendezvous.publish(name, vouch(self._secret, records.pack(value), *self._about, name))

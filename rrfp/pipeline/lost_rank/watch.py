@@ -1,8 +1,8 @@
 """The watch that the ranks that are left keep over one another, over the rendezvous.
 
-Torch waits minutes for a rank that dies while groups are made, and names a connection where one of a group dies. So
-from the decision on until it leaves each rank says in short intervals that it is there, and looks after the next one,
-in a ring. Whoever finds that one silent tells all others.
+Torch waits minutes for a rank that dies while groups are made, and an error in a group names a connection, not a rank.
+So each rank writes a sign into the rendezvous every second, from the decision until it leaves, and watches the next
+rank in a ring. If that rank falls silent, its watcher tells all others.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SurvivorWatch:
             self._loss.set_result(origin)
 
     async def _look_after(self) -> Origin | None:
-        """The loss of the next rank, once all others are told; None if they all have left."""
+        """Watch the next rank: return its loss, published to the others, or None once all have left."""
         missed = 0
         # Why are looks counted, and not seconds? After a stop of this process all others would count as lost.
         while missed * timeouts.SIGN_S < timeouts.ROLL_CALL_S:
