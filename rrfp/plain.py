@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def text(field: str, value: object, *, error: MakeError = config_error) -> str:
     return value
 
 
-def one_of(names: Sequence[str], field: str, value: object, *, error: MakeError = config_error) -> Any:
-    if value not in names:
+def one_of(names: Collection[str], field: str, value: object, *, error: MakeError = config_error) -> Any:
+    if not isinstance(value, str) or value not in names:
         raise error(field, f"is {shown(value)}, must be one of: {', '.join(names)}")
     return value
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rrfp.errors import ConfigError
 from rrfp.model.graph import TaskGraph
-from rrfp.plain import number
+from rrfp.plain import number, one_of
 
 #: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"
@@ -136,9 +136,7 @@ def _checked(weights: Sequence[float] | None, microbatches: int) -> tuple[float,
 
 
 def _normaliser(weights: tuple[float, ...], reduction: str) -> float:
-    if reduction not in get_args(Reduction):
-        raise ConfigError(f"reduction is {reduction!r}, must be one of: {', '.join(get_args(Reduction))}")
-    if reduction == "sum":
+    if one_of(get_args(Reduction), "reduction", reduction) == "sum":
         return 1.0
     total = sum(weights)
     if not 0 < total < math.inf:

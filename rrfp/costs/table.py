@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import reprlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from rrfp.model.placement import Layout, Placement, TablePlacement
 from rrfp.model.plain_graph import names_of
 from rrfp.model.tasks import KINDS, SENT_TO, Kind, Side
 from rrfp.model.visits import Skipped, Visits
-from rrfp.plain import number, whole
+from rrfp.plain import number, one_of, whole
 
 #: Rows are virtual stages (or the edges between them), columns microbatches.
 Matrix: TypeAlias = npt.NDArray[np.float64]
@@ -158,10 +157,10 @@ class CostTable:
             object.__setattr__(self, field, count)
         if self.graph is not None:
             self._check_graph(self.graph)
-        elif self.placement not in PLACEMENTS:
-            raise ConfigError(f"placement is {reprlib.repr(self.placement)}, must be one of: {', '.join(PLACEMENTS)}")
-        elif self.skipped:
-            raise ConfigError("skipped must be empty without graph: a chain has no way round a virtual stage")
+        else:
+            one_of(PLACEMENTS, "placement", self.placement)
+            if self.skipped:
+                raise ConfigError("skipped must be empty without graph: a chain has no way round a virtual stage")
         nodes = "stages x chunks" if self.graph is None else "one a virtual stage"
         edges = "one fewer than stages x chunks" if self.graph is None else "one an edge"
         for name, field in MATRICES.items():

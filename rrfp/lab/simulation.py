@@ -26,7 +26,7 @@ from rrfp.memory.round_trips import Pace, RoundTripRule, StageMeasure
 from rrfp.memory.rules import RuleContext
 from rrfp.memory.size_order import by_stage, followed, least
 from rrfp.model.tasks import F, Mode
-from rrfp.plain import json_fault
+from rrfp.plain import json_fault, one_of
 from rrfp.schedules.registry import ScheduleSpec, make_schedule
 
 ORDERS: tuple[str, ...] = get_args(MicrobatchOrder)
@@ -133,10 +133,8 @@ def simulate(
     """
     if (hint is None) == (strict is None):
         raise ConfigError("exactly one of hint and strict is needed")
-    if sends not in SENDS:
-        raise ConfigError(f"sends is {sends!r}, must be one of: {', '.join(SENDS)}")
-    if order not in ORDERS:
-        raise ConfigError(f"order is {order!r}, must be one of: {', '.join(ORDERS)}")
+    one_of(SENDS, "sends", sends)
+    one_of(ORDERS, "order", order)
     _check_sum(costs)
     costs = costs if sizes is None else replace(costs, sizes=tuple(sizes))
     if strict is not None:

@@ -14,7 +14,7 @@ from typing import Final
 from rrfp.errors import ConfigError
 from rrfp.memory.banker import Banker
 from rrfp.memory.rules import MemoryRule, Paper, Reserve, RuleContext, Staircase
-from rrfp.plain import flag
+from rrfp.plain import flag, one_of, or_none, whole
 
 #: One row a rule on slots; each names the rule on bytes that goes with it (`rrfp.memory.byte_limit`).
 RULES: Final[Mapping[str, type[MemoryRule]]] = {rule.name: rule for rule in (Staircase, Paper, Reserve, Banker)}
@@ -55,14 +55,11 @@ class Limit:
 
     def __post_init__(self) -> None:
         for field, value in (("microbatches", self.microbatches), ("bytes", self.bytes)):
-            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-                size = bytes_of(value)
-                text = "" if size is None else f", such as {size}; limit={value!r} takes the text"
-                raise ConfigError(f"limit: {field} is {value!r}, must be a whole number >= 1{text}")
-            if value is not None and value < 1:
-                raise ConfigError(f"limit: {field} is {value}, must be at least 1")
-        if self.rule not in OFFERED_RULES:
-            raise ConfigError(f"limit: rule is {self.rule!r}, must be one of: {', '.join(OFFERED_RULES)}")
+            if (size := bytes_of(value)) is not None:
+                text = f"must be a whole number >= 1, such as {size}; limit={value!r} takes the text"
+                raise ConfigError(f"limit: {field} is {value!r}, {text}")
+            object.__setattr__(self, field, or_none(whole, f"limit: {field}", value, 1))
+        one_of(OFFERED_RULES, "limit: rule", self.rule)
         if self.bytes is not None and not RULES[self.rule].counts_bytes:
             raise ConfigError(f"limit: bytes must be None with rule {self.rule!r}, which counts microbatches only")
         flag("limit: auto", self.auto)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from rrfp.errors import ConfigError
+from rrfp.plain import one_of
 
 Layout = Literal["looped", "v"]
 
@@ -35,8 +36,7 @@ class Placement:
         for name, value in (("stages", self.stages), ("chunks", self.chunks)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
-        if self.layout not in get_args(Layout):
-            raise ConfigError(f"placement is {self.layout!r}, must be one of: {', '.join(get_args(Layout))}")
+        one_of(get_args(Layout), "placement", self.layout)
 
     @property
     def num_virtual_stages(self) -> int:

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from rrfp import timeouts
-from rrfp.errors import ConfigError
 from rrfp.log import get_logger
+from rrfp.plain import one_of
 
 logger = get_logger(__name__)
 
@@ -23,8 +23,7 @@ LoopChoice = Literal["own", "caller"]
 
 
 def check_loop(loop: LoopChoice) -> None:
-    if loop not in get_args(LoopChoice):
-        raise ConfigError(f"loop is {loop!r}, must be one of: {', '.join(get_args(LoopChoice))}")
+    one_of(get_args(LoopChoice), "loop", loop)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -15,6 +15,7 @@ from rrfp.model.tasks import Kind
 from rrfp.model.topology import Topology
 from rrfp.pipeline.method import DispatchMethod
 from rrfp.pipeline.options import Options, seed_of
+from rrfp.plain import one_of
 from rrfp.runtime import records
 
 logger = get_logger(__name__)
@@ -112,8 +113,7 @@ class PipelineState:
             raise ConfigError(f"state: names is {state.names!r:.80}, must be {state.virtual_stages} different texts")
         for each in state.measured:
             for spent in each.durations:
-                if spent.kind not in list(Kind):
-                    raise ConfigError(f"state: kind is {spent.kind!r}, must be one of: {', '.join(Kind)}")
+                one_of(list(Kind), "state: kind", spent.kind)
         return state
 
     def _numbers(self) -> Iterator[tuple[str, int, float]]:

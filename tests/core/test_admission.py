@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from core_script import Script, T
 
 from rrfp.core import events as ev
@@ -50,9 +51,9 @@ def test_a_limit_is_written_as_a_number_a_preset_or_a_size(spec: Limit | int | s
         (2.5, "limit is 2.5, must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
         (True, "limit is True, must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
         ("8gb", "limit is '8gb', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as 8GB"),
-        ("0GB", "limit: bytes is 0, must be at least 1"),
-        (0, "limit: microbatches is 0, must be at least 1"),
-        ("-1", "limit: microbatches is -1, must be at least 1"),
+        ("0GB", "limit: bytes is 0, must be a whole number >= 1, or None"),
+        (0, "limit: microbatches is 0, must be a whole number >= 1, or None"),
+        ("-1", "limit: microbatches is -1, must be a whole number >= 1, or None"),
     ],
 )
 def test_an_impossible_limit_is_refused_with_the_choices(spec: Any, message: str) -> None:
@@ -62,12 +63,20 @@ def test_an_impossible_limit_is_refused_with_the_choices(spec: Any, message: str
 
 
 def test_a_byte_limit_is_at_least_one_byte() -> None:
-    with pytest.raises(ConfigError, match=r"^limit: bytes is 1.5, must be a whole number >= 1$"):
+    with pytest.raises(ConfigError, match=r"^limit: bytes is 1.5, must be a whole number >= 1, or None$"):
         Limit(bytes=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^limit: bytes is 0, must be at least 1$"):
+    with pytest.raises(ConfigError, match=r"^limit: bytes is 0, must be a whole number >= 1, or None$"):
         Limit(bytes=0)
     with pytest.raises(ConfigError, match=r"bytes is '8kB', must be .*, such as 8000; limit='8kB' takes the text$"):
         Limit(bytes="8kB")  # type: ignore[arg-type]
+
+
+def test_a_count_of_another_type_is_kept_as_an_int() -> None:
+    assert type(Limit(torch.tensor(3)).microbatches) is int  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^limit: microbatches is tensor\(\[3, 4\]\), must be a whole number >= 1"):
+        Limit(torch.tensor([3, 4]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^limit: rule is \['paper'\], must be one of: staircase, paper$"):
+        Limit(3, rule=["paper"])  # type: ignore[arg-type]
 
 
 def test_slots_are_taken_and_given_back_in_the_order_of_the_lane() -> None:

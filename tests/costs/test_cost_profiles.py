@@ -188,6 +188,7 @@ def test_golden_digests(arguments: dict[str, Any], digest: str) -> None:
         ({"seed": -1}, "seed is -1, must be a whole number >= 0"),
         ({"step": None}, "step is None, must be a whole number >= 0"),
         ({"jitter": "J4"}, "jitter is 'J4', must be one of: J0, J1, J2, J3"),
+        ({"jitter": ["J0"]}, "jitter is ['J0'], must be one of: J0, J1, J2, J3"),
         (
             {"latency": "slow"},
             "latency is 'slow', must be one of: none, constant, constant:SECONDS, wire, spike, bimodal",

@@ -77,7 +77,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"hint": NotAHintEither}, f"hint is of type NotAHintEither ({__file__}), must be a name, or a subclass of"),
     ({"strict": "bf"}, "strict is 'bf', must be one of: gpipe, 1f1b"),
     ({"strict": "1f1b", "limit": 2}, "neither hint nor limit"),
-    ({"limit": 0}, "limit: microbatches is 0, must be at least 1"),
+    ({"limit": 0}, "limit: microbatches is 0, must be a whole number >= 1, or None"),
     (
         {"limit": "3n"},
         "limit is '3n', must be a number of microbatches or one of: 1f1b, n, 2n, auto, or a size such as",

@@ -243,7 +243,7 @@ def test_zero_costs_have_ratio_one() -> None:
         ({"strict": "bf"}, "strict is 'bf', must be one of: gpipe, 1f1b"),
         ({"hint": "nope"}, "hint is 'nope', must be one of: bf, fb, b-priority, f-priority, bfw"),
         ({"hint": "bf", "limit": "lots"}, "must be a number of microbatches or one of: 1f1b, n, 2n"),
-        ({"hint": "bf", "limit": 0}, "must be at least 1"),
+        ({"hint": "bf", "limit": 0}, "must be a whole number >= 1"),
         ({"strict": "1f1b", "admission": "paper"}, "admission goes with a hint"),
         ({"hint": "bf", "admission": "none"}, "rule is 'none', must be one of: staircase, paper"),
         ({"hint": "bf", "sends": "blocking"}, "sends is 'blocking', must be eager with a hint"),

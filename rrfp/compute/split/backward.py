@@ -40,8 +40,9 @@ from rrfp.compute.split.autograd_graph import (
 )
 from rrfp.compute.split.pending_weights import Deferred, PendingWeights
 from rrfp.compute.split.weight_rules import RULES, VIEWS_AND_CASTS, rules_work
-from rrfp.errors import ConfigError, StageError
+from rrfp.errors import StageError
 from rrfp.log import get_logger
+from rrfp.plain import one_of
 
 
 def _held_and_deferred(
@@ -140,8 +141,7 @@ class SplitBackward:
         *,
         may_reduce: bool = True,
     ) -> None:
-        if unsplittable not in get_args(Unsplittable):
-            raise ConfigError(f"unsplittable is {unsplittable!r}, must be one of: {', '.join(get_args(Unsplittable))}")
+        one_of(get_args(Unsplittable), "unsplittable", unsplittable)
         self._name = f"{class_name(module)} on virtual stage {virtual_stage}"
         self._unsplittable = unsplittable
         self._obstacle = needs_whole_backward(module) if may_reduce else None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rrfp.errors import ConfigError
-from rrfp.plain import number, whole
+from rrfp.plain import number, one_of, whole
 
 #: The ways to agree that have messages, by name.
 CoordinationName = Literal["leader", "agreement"]
@@ -64,9 +63,7 @@ def resolve_coordination(spec: Coordination | str | None) -> Coordination:
         return Leader()
     if not isinstance(spec, str):
         return spec
-    if spec not in COORDINATIONS:
-        raise ConfigError(f"coordination is {spec!r}, must be one of: {', '.join(COORDINATIONS)}")
-    return Leader() if spec == "leader" else Agreement()
+    return Leader() if one_of(COORDINATIONS, "coordination", spec) == "leader" else Agreement()
 
 
 @dataclass(frozen=True, slots=True)

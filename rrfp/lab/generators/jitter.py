@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rrfp.costs.table import CostTable, Matrix
-from rrfp.errors import ConfigError
 from rrfp.lab.generators.streams import RandomStream, generator
-from rrfp.plain import whole
+from rrfp.plain import one_of, whole
 
 _OLD_WEIGHT, _NEW_WEIGHT = 0.9, 0.1
 
@@ -52,8 +51,7 @@ def with_jitter(table: CostTable, level: str, *, seed: int = 0, step: int = 0) -
     Every step has its own hits. An unknown level, or a negative seed or step, is a ConfigError.
     """
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
-    if level not in JITTER_LEVELS:
-        raise ConfigError(f"jitter is {level!r}, must be one of: {', '.join(JITTER_LEVELS)}")
+    one_of(JITTER_LEVELS, "jitter", level)
     whole_backward = table.to_unsplit().backward
     chunks = [table.chunks_of(table.stage_of(v)) for v in range(table.num_virtual_stages)]
     floors = JITTER_LEVELS[level].floor / np.array(chunks, dtype=np.float64)

@@ -77,7 +77,7 @@ def with_latency(table: CostTable, model: str, *, seed: int = 0, step: int = 0) 
 
 def parse_latency(model: str) -> tuple[str, float]:
     """The model's bare name, and the seconds of a constant one."""
-    name, colon, argument = model.partition(":")
+    name, colon, argument = str(model).partition(":")
     if not colon and name in LATENCY_MODELS:
         return name, CONSTANT_DEFAULT if name == "constant" else 0.0
     if name != "constant":
@@ -175,7 +175,7 @@ def rank_latencies(
 ) -> RankLatencies:
     # A rank's numbers depend on (model, seed, step, rank), its edge and its microbatch alone, not on ``tp``.
     count, seed, step = whole("tp", tp, 1), whole("seed", seed, 0), whole("step", step, 0)
-    if model != SHUFFLED and model.partition(":")[0] not in LATENCY_MODELS:
+    if model != SHUFFLED and str(model).partition(":")[0] not in LATENCY_MODELS:
         raise ConfigError(f"latency is {model!r}, must be one of: {', '.join(RANK_LATENCY_MODELS)}")
     of_table = costs.acting_latencies()
     drawn = [of_table]

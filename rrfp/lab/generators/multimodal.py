@@ -29,7 +29,7 @@ from rrfp.lab.generators.workloads import lognormal
 from rrfp.model.graph import TaskGraph
 from rrfp.model.placement import TablePlacement
 from rrfp.model.visits import Skipped
-from rrfp.plain import whole
+from rrfp.plain import one_of, whole
 
 GraphName = Literal["chain", "branch", "colocated"]
 GRAPHS: tuple[str, ...] = get_args(GraphName)
@@ -79,8 +79,7 @@ def multimodal_costs(
         jitter: a name in `JITTER_LEVELS`.
         latency: a model of `LATENCY_MODELS`.
     """
-    if graph not in GRAPHS:
-        raise ConfigError(f"graph is {graph!r}, must be one of: {', '.join(GRAPHS)}")
+    one_of(GRAPHS, "graph", graph)
     stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
     factors = _factors(microbatches, _shares(images, sounds), whole("seed", seed, 0), whole("step", step, 0))
     pieces = _equal_shares(stages) if graph != "colocated" else _spread(stages)

@@ -15,13 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from rrfp.costs.table import CostTable, Matrix
-from rrfp.errors import ConfigError
 from rrfp.lab.generators.jitter import with_jitter
 from rrfp.lab.generators.latency import with_latency
 from rrfp.lab.generators.streams import RandomStream, generator
 from rrfp.lab.generators.workloads import PROFILES, machine_factors, output_layer
 from rrfp.model.placement import Layout
-from rrfp.plain import whole
+from rrfp.plain import one_of, whole
 
 #: Seconds of a plain stage for one microbatch: F, the input-gradient part of B, and the weight-gradient part.
 PLAIN_FORWARD = PLAIN_BACKWARD = PLAIN_WEIGHT = 0.010
@@ -103,8 +102,7 @@ def microbatch_sizes(
 
 def _factors(profile: str, stages: int, microbatches: int, seed: int, step: int) -> Matrix:
     """The factors of the stages' layers for one step, N x M."""
-    if profile not in PROFILES:
-        raise ConfigError(f"profile is {profile!r}, must be one of: {', '.join(PROFILES)}")
+    one_of(PROFILES, "profile", profile)
     stages, microbatches = whole("stages", stages, 1), whole("microbatches", microbatches, 1)
     seed, step = whole("seed", seed, 0), whole("step", step, 0)
     return PROFILES[profile](stages, microbatches, generator(RandomStream.PROFILE, seed, step))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rrfp.core.usage import Peaks, WaitCause
+from rrfp.core.usage import Peaks
 from rrfp.costs.table import checked_sizes
 from rrfp.errors import ConfigError
 from rrfp.model import plain_graph
@@ -235,7 +235,8 @@ class _Reader:
             task = Task.parse(name.partition(" ")[0])
             self._tasks[step].append(TaskSpan(stage, task, start, end, launched, num_bytes))
         else:
-            self._waits[step].append(WaitSpan(stage, _cause(name), start, end))
+            cause = _CAUSES[one_of(_CAUSES, "name", name, error=value_error)]
+            self._waits[step].append(WaitSpan(stage, cause, start, end))
 
     def _trace(self, step: int) -> StepTrace:
         start, end = self._steps[step]
@@ -260,12 +261,6 @@ def _read(reader: Reader, name: str, data: dict[str, Any], prefix: str = "", *sp
     if name not in data:
         raise ValueError(f"{prefix}{name} is missing")
     return reader(f"{prefix}{name}", data[name], *span, error=value_error)
-
-
-def _cause(name: str) -> WaitCause:
-    if name not in _CAUSES:
-        raise ValueError(f"name is {name!r}, must be one of: {', '.join(_CAUSES)}")
-    return _CAUSES[name]
 
 
 def _by_stage(field: str, by_stage: Any, read: Callable[[Any], T], wanted: str) -> dict[int, T]:
