@@ -74,7 +74,9 @@ def _cell_row(row: Row, peers: Sequence[str]) -> tuple[str, ...]:
 def finished(document: Any) -> Iterator[str]:
     """Every cell of a run that goes on, and how many it was to have."""
     found = {where.cell for where in rows_of(document)}
-    yield f"{len(found)} of {document['settings']['asked']} cells have all their steps, and are shown."
+    settings = document["settings"]
+    days = ", ".join(settings["days"])
+    yield f"{len(found)} of {settings['asked']} cells have all their steps, and are shown; measured on {days}."
     yield ""
     yield from cells(document)
 

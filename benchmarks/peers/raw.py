@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ class RawSteps:
             undisturbed[step.turn.method] += not step.is_disturbed
         least = min(undisturbed[name] for name in methods if METHODS[name].runs(cell.profile))
         return range(last + 1, last + 1 + max(0, rounds - least))
+
+    def days(self, cells: Iterable[Cell]) -> list[str]:
+        """The days, in UTC, on which the last steps of these cells were measured."""
+        times = [self._file(cell).stat().st_mtime for cell in cells]
+        return sorted({f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d}" for time in times})
 
     def _file(self, cell: Cell) -> Path:
         return self.folder / f"pp{cell.stages}-{cell.profile}-{cell.jitter}.jsonl"

@@ -51,8 +51,8 @@ which sends as many messages a task (CPU: 1F1B for a whole backward, else ZBV).
 disturbed (all were), ms, over_bound with low and high, engine_over_bound (the order alone), over_engine (measured over
 the order alone), over_executed_order with over_executed_low and _high, held_microbatches and held_bytes (worst stage;
 _sum over all), cpu_ms_task, begin_ms, end_ms, and "over": for each peer value, low, high, engine (the orders alone).
-"settings" has when it began, and how many cells were asked for. Raw data, all tasks of all steps, lie in out/peers/ or
-in --raw. The committed files are in benchmarks/peers/results.
+"settings" has when it began, the days of its steps, and how many cells were asked for. Raw data, tasks of all steps,
+lie in out/peers/ or in --raw. The committed files are in benchmarks/peers/results.
 
 `--quick` only shows that everything runs: its figures mean nothing.
 """
@@ -130,7 +130,7 @@ def main() -> None:
         results |= results_of(settings, raw.steps(cell))
     aims = aims_of(results)
     settings_data = {**common, "rounds": arguments.rounds, "versions": _versions(), "cores": os.cpu_count()}
-    settings_data["asked"] = asked
+    settings_data |= {"asked": asked, "days": raw.days(cells)}
     document: dict[str, Any] = {"settings": settings_data, **document_of(results, aims)}
     if arguments.minutes is None:
         settings_data["began"] = f"{began:%Y-%m-%d %H:%M} UTC"

@@ -401,6 +401,8 @@ def test_a_run_goes_on_where_the_last_one_ended_and_measures_disturbed_steps_aga
     assert raw.lacking(CELL, methods, 3) == range(3, 5)
     raw.keep(line(of, Turn(CELL, 3, "n")))
     assert [step.turn.number for step in raw.steps(CELL)] == [1, 1, 2, 2, 3]
+    os.utime(file, times=(0, 86_400))
+    assert raw.days([CELL]) == ["1970-01-02"]
     with pytest.raises(SystemExit, match=r"other settings.*--raw"):
         RawSteps(tmp_path / "a", {"microbatches": 8})
     assert not list(RawSteps(tmp_path / "a", {"microbatches": 8}, goes_on=False).steps(CELL))

@@ -201,9 +201,10 @@ def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
 
 
 def test_of_a_run_that_goes_on_the_finished_cells_are_shown_and_counted(tmp_path: Path) -> None:
-    write(tmp_path, PEERS_FULL, run_of(measured("torch 1F1B", 1.2), asked=16))
+    write(tmp_path, PEERS_FULL, run_of(measured("torch 1F1B", 1.2), asked=16, days=["2026-01-02", "2026-01-03"]))
     text = BLOCKS["peers-full"](tmp_path)
-    assert text.startswith("1 of 16 cells have all their steps, and are shown.\n\nPP 8, llm, J3:\n")
+    said = "1 of 16 cells have all their steps, and are shown; measured on 2026-01-02, 2026-01-03."
+    assert text.startswith(f"{said}\n\nPP 8, llm, J3:\n")
     assert "| torch 1F1B | 1.200 [1.176-1.224] |" in text
 
 
