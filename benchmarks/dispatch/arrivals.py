@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 import time
@@ -57,6 +58,9 @@ def measure(rounds: int, messages: int, busy_messages: int) -> Samples:
         samples: dict[str, list[list[float]]] = {row: [] for row in ROWS}
         for sampler, _ in samplers:
             sampler(5)  # warm up
+        # A full collection of what torch's import leaves stops all threads for 0.1 s, in whichever row it falls.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         for _ in range(rounds):
             for sampler, count in samplers:
                 for row, seconds in sampler(count).items():

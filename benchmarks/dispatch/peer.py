@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import socket
 import struct
@@ -114,6 +115,7 @@ def _serve(pipe: Connection, bare: socket.socket, folder: str, pairs: Mapping[st
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.bind(f"ipc://{folder}/echo")
+    gc.freeze()  # as in the process that measures
     while True:
         command: tuple[str, Any, Any] = pipe.recv()
         if command[0] == "step":

@@ -17,7 +17,11 @@ compare the medians of a round, and take the median over the rounds.
 outputs: time of a task of a stage that computes next to nothing, with and without the watch over outputs that are
 written after they were returned; in turns, on one thread.
 
+garbage collection: time of a full one, which stops all threads of a process, before `gc.freeze()` and after it.
+
 engine: simulated tasks a second through the real cores (mllm profile, J2, bf, limit 2n; the best run).
+
+Both processes call `gc.freeze()` once all is set up, as docs/how-to/slow-step.md advises.
 
 Columns p50, p90 and p99 are quantiles. `--quick` only shows that everything runs: its figures mean nothing.
 """
@@ -32,6 +36,7 @@ from rich.console import Console
 from benchmarks.dispatch import arrivals
 from benchmarks.dispatch.arrivals import Samples
 from benchmarks.dispatch.decisions import EngineSpeed, time_decisions, time_engine
+from benchmarks.dispatch.garbage import time_collections
 from benchmarks.dispatch.outputs import CASES, WatchCost, time_watch
 from benchmarks.shared.figures import Aim, Spread, aims_table, table_of, us
 from benchmarks.shared.load import OtherLoad
@@ -65,6 +70,7 @@ class Size:
     engine_repeats: int = 3
     watched_rounds: int = 20
     watched_microbatches: int = 200
+    collections: int = 20
 
 
 QUICK = Size(
@@ -76,6 +82,7 @@ QUICK = Size(
     engine_repeats=1,
     watched_rounds=1,
     watched_microbatches=5,
+    collections=1,
 )
 
 
@@ -106,11 +113,13 @@ def main() -> None:
     decisions = {(h, n): Spread.of(time_decisions(h, n, size.decisions)) for h in HINTS for n in READY}
     engine = [time_engine(stages, size.engine_microbatches, size.engine_repeats) for stages in ENGINE_STAGES]
     watching = [time_watch(case, size.watched_rounds, size.watched_microbatches) for case in CASES]
+    collections = time_collections(size.collections)
     spreads, aims = arrivals.spreads_of(samples), aims_of(samples, engine, watching)
     document = {
         "decisions": [{"hint": h, "ready": n, **asdict(spread)} for (h, n), spread in decisions.items()],
         "arrivals": {name: asdict(spread) for name, spread in spreads.items()},
         "outputs": [asdict(cost) for cost in watching],
+        "collections": asdict(collections),
         "engine": [asdict(speed) for speed in engine],
         "aims": [aim.to_json() for aim in aims],
         "other_load": load.share(),
@@ -118,6 +127,7 @@ def main() -> None:
 
     def tables() -> None:
         print_tables(decisions, spreads, watching, engine, aims)
+        print(f"a full garbage collection: {us(collections.plain)} us, after gc.freeze {us(collections.frozen)} us")
         print(load.sentence())
 
     report(arguments.json, document, tables, text_of)

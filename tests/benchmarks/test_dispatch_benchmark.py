@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from benchmarks.dispatch import arrivals
 from benchmarks.dispatch.arrivals import ROWS, Samples, above, idle_times, spreads_of, starts
 from benchmarks.dispatch.decisions import EngineSpeed
+from benchmarks.dispatch.garbage import time_collections
 from benchmarks.dispatch.outputs import CASES, WatchCost, time_watch
 from benchmarks.dispatch.run import aims_of
 from rrfp.model.tasks import Kind, Task
@@ -65,3 +68,10 @@ def test_aims_are_absolute_for_filing_and_above_bare_messages_for_starts(
 def test_the_watch_over_outputs_is_timed_on_tasks_that_run() -> None:
     cost = time_watch(CASES[-1], rounds=1, microbatches=5)
     assert cost.without > 0
+
+
+def test_a_collection_passes_over_what_was_frozen() -> None:
+    times = time_collections(5)
+
+    assert times.frozen < times.plain / 5
+    assert gc.get_freeze_count() == 0
