@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from core_script import Script, T
 
+from rrfp.core import events as ev
 from rrfp.core.ready_set import DrainOrder, ForcedOrder
 from rrfp.core.usage import WaitCause
 from rrfp.errors import ConfigError
@@ -185,3 +186,13 @@ def test_a_service_order_skips_what_ran_out_of_turn() -> None:
     assert order.due() == T("B0@0")
     order.note(T("B0@0"))
     assert order.due() == T("F1@3")
+
+
+def test_replicas_share_forwards_under_it_where_a_stage_has_one_chunk() -> None:
+    opened = ev.StepOpened(0, Mode.TRAIN, 2, pool=ev.Pool(0, 2, (0, 1)))
+    one = Script(TaskGraph.chain(2), microbatches=0, limit=Limit(2, rule="paper"))
+    one.told(opened)
+    assert one.core.step is not None
+    several = Script(TaskGraph.chain(2, chunks=2), microbatches=0, limit=Limit(2, rule="paper"))
+    with pytest.raises(ConfigError, match=r"^pool is given, .* the paper's rule for several chunks$"):
+        several.told(opened)

@@ -250,6 +250,35 @@ def test_without_inputs_the_first_stage_shares_too() -> None:
     assert len(ranks[0].ran) < 6
 
 
+def test_what_one_caller_alone_passes_goes_with_its_microbatches() -> None:
+    class Reads(Counts):
+        seen: dict[int, Any]
+
+        def _begin(self, batch: rrfp.Batch) -> None:
+            super()._begin(batch)
+            self.seen = {}
+
+        def forward(self, task: rrfp.Task, inputs: tuple[rrfp.Payload, ...]) -> rrfp.Payload:
+            m = task.microbatch
+            self.sizes[m] = 1
+            time.sleep(self.seconds)
+            if self.place.stage == 0:
+                self.seen[m] = dict(self._batch.kwargs[m])
+                return rrfp.Payload.pack(torch.ones(1))
+            self._losses[m] = 0.0
+            return rrfp.Payload()
+
+    def body(rank: int, pipe: BlockingPipeline) -> rrfp.StepResult:
+        place = MESH.place_of(rank)
+        passes = place.stage == 0 and place.replica == 1
+        return pipe.step(microbatches=6, kwargs=[{"more": m} for m in range(6)] if passes else None)
+
+    ranks = [Reads(rank, 0.01 if rank == 1 else 0.001) for rank in range(4)]
+    run(ranks, body).join()
+    assert {**ranks[0].seen, **ranks[1].seen} == {m: {} if m < 6 else {"more": m - 6} for m in range(12)}
+    assert len(ranks[0].seen) > 6
+
+
 def test_a_program_that_has_no_way_to_begin_a_step_anew_is_opened_again() -> None:
     class Opens(Counts):
         reopen = rrfp.StageProgram.reopen

@@ -204,13 +204,11 @@ class ForwardSharer(ReplicaExchange):
         """The plan of all microbatches."""
         own, count = self._topology.replica, len(self._homes)
         batch = plan.batch_of(self._topology.stage)
-        for name, is_used in self._passed.used.items():
-            values = getattr(batch, name)
-            if is_used and (values is not None or any(self._have_data)):
-                blank = _BLANK.get(name)
-                self._lists_here[name] = [
-                    blank if values is None or home.replica != own else values[home.microbatch] for home in self._homes
-                ]
+        for name, values in self._passed.lists(plan).items() if any(self._have_data) else ():
+            blank = _BLANK.get(name)
+            self._lists_here[name] = [
+                blank if values is None or home.replica != own else values[home.microbatch] for home in self._homes
+            ]
         passed = {name: _Passed(values, self._copy) for name, values in self._lists_here.items()}
         new = Batch(
             passed.get("inputs"),
