@@ -82,26 +82,28 @@ def test_the_pace_of_a_rank_is_a_median_and_comes_after_a_few_steps() -> None:
     assert (paces.are_sized, paces.by_replica()) == (True, None)  # of another unit
 
 
-def test_a_rank_that_is_given_nothing_is_no_longer_known_to_be_slow_after_some_steps() -> None:
+def test_a_rank_that_is_given_nothing_counts_as_quicker_by_and_by_until_it_runs_something() -> None:
     paces = Paces([0, 1])
 
     def observe(counts: list[int], size: float = 0.0) -> None:
         seconds = 9.0, 1.0
         paces.observe(
             [
-                StageReport(0, 9.0, Breakdown(9.0, each), Peaks(), microbatches=count, size=size * count)
+                StageReport(0, 9.0, Breakdown(9.0, each * count), Peaks(), microbatches=count, size=size * count)
                 for each, count in zip(seconds, counts, strict=True)
             ]
         )
 
     for size in (0.0, 1.0):
-        for _ in range(FEW + 1):
+        for _ in range(FEW):
             observe([1, 1], size)
         assert paces.of([0, 1]) == (9.0, 1.0)
-        observe([0, 2], size)
-        assert (paces.of([0, 1])[0], paces.are_sized) == (9.0, size > 0)
-        observe([0, 2], size)
-        assert paces.of([0, 1]) == ()
+        for idle in range(1, 20):
+            observe([0, 2], size)
+            assert paces.of([0, 1]) == pytest.approx((9.0 * 0.8**idle, 1.0))
+            assert paces.are_sized == (size > 0)
+        observe([1, 1], size)
+        assert paces.of([0, 1]) == (9.0, 1.0)
 
 
 def test_evaluations_run_where_they_are() -> None:

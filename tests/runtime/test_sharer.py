@@ -138,7 +138,7 @@ def test_chunks_of_a_stage_are_shared_each_for_itself(layout: str, limit: int) -
 
 def test_each_stage_shares_for_itself() -> None:
     """The ranks of two stages are slow, in two replicas: one whole replica could not take over from another."""
-    slow = {0: 0.004, 3: 0.004}
+    slow = {0: 0.02, 3: 0.02}
     ranks = [Counts(rank, slow.get(rank, 0.001)) for rank in range(4)]
     run(ranks, steps, limit=3).join()
     ran = [len(program.ran) for program in ranks]
@@ -244,7 +244,7 @@ def test_without_inputs_the_first_stage_shares_too() -> None:
             self.sizes[task.microbatch] = 1
             return rrfp.Payload.pack(torch.ones(1)) if self.place.stage == 0 else rrfp.Payload()
 
-    ranks = [Plain(rank, 0.01 if rank == 0 else 0.001) for rank in range(4)]
+    ranks = [Plain(rank, 0.05 if rank == 0 else 0.001) for rank in range(4)]
     run(ranks, lambda rank, pipe: pipe.step(microbatches=6)).join()
     assert len(ranks[0].ran) + len(ranks[1].ran) == 12
     assert len(ranks[0].ran) < 6
@@ -273,7 +273,7 @@ def test_what_one_caller_alone_passes_goes_with_its_microbatches() -> None:
         passes = place.stage == 0 and place.replica == 1
         return pipe.step(microbatches=6, kwargs=[{"more": m} for m in range(6)] if passes else None)
 
-    ranks = [Reads(rank, 0.01 if rank == 1 else 0.001) for rank in range(4)]
+    ranks = [Reads(rank, 0.05 if rank == 1 else 0.001) for rank in range(4)]
     run(ranks, body).join()
     assert {**ranks[0].seen, **ranks[1].seen} == {m: {} if m < 6 else {"more": m - 6} for m in range(12)}
     assert len(ranks[0].seen) > 6

@@ -40,6 +40,8 @@ logger = get_logger(__name__)
 
 #: The pace of a rank is the median of so many training steps, and is known after the first few.
 _STEPS, FEW = 5, 3
+#: By how much the pace of a rank shrinks with each step in which it runs nothing.
+_IDLE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,21 @@ class Paces:
         self.are_sized = False
         self._replica_of = replica_of
         self._samples: list[deque[float]] = [deque(maxlen=_STEPS) for _ in replica_of]
+        #: Ranks that ran nothing in the last step: their samples are guesses, which the next one replaces.
+        self._idle: set[int] = set()
 
     def observe(self, reports: Sequence[StageReport]) -> None:
         are_sized = all(report.size for report in reports if report.microbatches)
-        for samples, report in zip(self._samples, reports, strict=True):
+        for rank, (samples, report) in enumerate(zip(self._samples, reports, strict=True)):
             if are_sized != self.are_sized:
                 samples.clear()
             if report.microbatches:
-                samples.append(report.breakdown.compute / (report.size if are_sized else report.microbatches))
-            elif samples:
-                samples.popleft()  # else a slow rank that runs nothing is never tried again
+                pace = report.breakdown.compute / (report.size if are_sized else report.microbatches)
+                samples.extend([pace] * (_STEPS if rank in self._idle else 1))
+                self._idle.discard(rank)
+            else:  # it counts as quicker by and by: else a slow rank that runs nothing is never tried again
+                samples.extend([pace * _IDLE for pace in samples])
+                self._idle.add(rank)
         self.are_sized = are_sized
 
     def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
