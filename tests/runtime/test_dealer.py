@@ -31,14 +31,14 @@ from runtime.toys import loss_fn
 import rrfp
 from rrfp.compute.rng import replica_seed
 from rrfp.core.usage import Peaks
-from rrfp.errors import ConfigError
+from rrfp.errors import ConfigError, ProtocolError
 from rrfp.hints.registry import ScheduleHint
 from rrfp.model.mesh import Mesh
 from rrfp.model.schedule import Schedule
 from rrfp.pipeline.faces import BlockingPipeline
 from rrfp.pipeline.options import complete
 from rrfp.runtime.steps.deal import ReplicaPace
-from rrfp.runtime.steps.dealer import FEW, Paces
+from rrfp.runtime.steps.dealer import FEW, GivenShare, Paces
 from rrfp.runtime.steps.reports import StageReport
 from rrfp.trace.breakdown import Breakdown
 
@@ -104,6 +104,15 @@ def test_a_rank_that_is_given_nothing_counts_as_quicker_by_and_by_until_it_runs_
             assert paces.are_sized == (size > 0)
         observe([1, 1], size)
         assert paces.of([0, 1]) == (9.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "share", [GivenShare(0), GivenShare(2, (1.0,)), GivenShare(2, (1.0, 1.0), (1.0,) * 3)], ids=repr
+)
+def test_a_rank_has_sizes_and_weights_of_all_its_microbatches_or_of_none(share: GivenShare) -> None:
+    with pytest.raises(ProtocolError, match=r"^rank 1 sent sizes or weights .* that it has$"):
+        share.check("rank 1")
+    GivenShare(2, (1.0, 1.0)).check("rank 1")
 
 
 def test_evaluations_run_where_they_are() -> None:
