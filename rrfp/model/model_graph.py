@@ -128,10 +128,8 @@ class ModelGraph:
         """What ``visits`` of a step says: for each optional part that some microbatch skips, M booleans."""
         if visits is None:
             return Visits(microbatches)
-        if not isinstance(visits, Mapping):
-            raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict of lists by part")
         skips: list[set[str]] = [set() for _ in range(microbatches)]
-        for name, visited in visits.items():
+        for name, visited in lists_of(visits).items():
             for m, visit in enumerate(self._checked_visits(name, visited, microbatches)):
                 if not visit:
                     skips[m].add(name)
@@ -152,14 +150,13 @@ class ModelGraph:
         if name not in self.optional:
             known = ", ".join(self.optional) or "none: no part is optional"
             raise ConfigError(f"visits names {name!r}, must name optional parts: {known}")
-        values = visited.tolist() if hasattr(visited, "tolist") else visited  # often an array of numpy, or a tensor
-        is_list = isinstance(values, Sequence) and all(type(visit) is bool for visit in values)
-        if not is_list or len(values) != microbatches:
+        is_list = isinstance(visited, Sequence) and all(type(visit) is bool for visit in visited)
+        if not is_list or len(visited) != microbatches:
             raise ConfigError(
                 f"visits[{name!r}] is {visited!r:.80}, must be a list of {microbatches} booleans, one for each "
                 "microbatch"
             )
-        return [bool(visit) for visit in values]
+        return [*visited]
 
     def _dead_ends(self, skipped: set[str]) -> list[str]:
         """The parts that a microbatch visits which skips ``skipped``, and that nothing it visits reads."""
@@ -197,3 +194,10 @@ def _feeds(part: Part, index: int, numbers: Mapping[str, range]) -> list[Feed]:
 
 def _name(part: Part, index: int) -> str:
     return part.name if len(part.stages) == 1 else f"{part.name}.{index}"
+
+
+def lists_of(visits: object) -> dict[str, Any]:
+    """What ``visits`` of a step has for each part, arrays and tensors as lists; a ConfigError if it is no dict."""
+    if not isinstance(visits, Mapping):
+        raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict with a list for each part")
+    return {name: each.tolist() if hasattr(each, "tolist") else each for name, each in visits.items()}

@@ -37,3 +37,14 @@ def test_of_what_a_caller_has_one_copy_gets_each_microbatch() -> None:
     assert script.told(ev.Claimed(script.step, T("F0@0"), 1)) == []
     with pytest.raises(ProtocolError, match=r"^copy 1 claimed microbatch 1 twice$"):
         script.told(claimed)
+
+
+def test_a_claim_of_a_chunk_keeps_the_slot_free_that_a_deeper_one_needs() -> None:
+    script = Script(TaskGraph.chain(2, chunks=2), 1, microbatches=0, limit=1)
+    script.step = script.step._replace(microbatches=2)
+    script.told(ev.StepOpened(0, Mode.TRAIN, 2, pool=ev.Pool(0, 2, (0, 0), depth=2)))
+    assert script.told(ev.Offered(script.step, T("F0@1"), 0)) == [ev.Claim(T("F0@1"), 0)]
+    assert script.told(ev.Offered(script.step, T("F1@1"), 0)) == []
+    script.arrived("F0@0")
+    script.ran("F0@1")
+    assert script.told(ev.Offered(script.step, T("F0@3"), 0)) == [ev.Claim(T("F0@3"), 0)]
