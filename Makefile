@@ -43,7 +43,7 @@ test: lint
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
 
-# The exhaustive and many-seed versions, all examples of the property tests and the mutation check: an hour and more.
+# The exhaustive and many-seed versions, all examples of the property tests and the mutation check: hours.
 test-long: $(READY) long-site
 	$(BIN)/python -m pytest -m "long or hypothesis" --hypothesis-profile=full -o faulthandler_timeout=600 --numprocesses auto --dist worksteal $(ARGS)
 
