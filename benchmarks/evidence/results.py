@@ -12,7 +12,7 @@ PARITY = "benchmarks/parity/results.json"
 MECHANISMS = "benchmarks/mechanisms/results.json"
 PEERS = "benchmarks/peers/results/headline.json"
 PEERS_AGAIN = "benchmarks/peers/results/headline-2.json"
-PEERS_FULL = "benchmarks/peers/results/full-8.json"
+PEERS_FULL_8 = "benchmarks/peers/results/full-8.json"
 PEERS_FULL_4 = "benchmarks/peers/results/full-4.json"
 HINTS = "benchmarks/hints/results.json"
 REPLICAS = "benchmarks/replicas/results.json"
@@ -25,7 +25,7 @@ COMMANDS = {
     MECHANISMS: f"python benchmarks/mechanisms/run.py --json {MECHANISMS}",
     PEERS: f'make peers ARGS="--headline --json {PEERS}"',
     PEERS_AGAIN: f'make peers ARGS="--headline --json {PEERS_AGAIN}"',
-    PEERS_FULL: f'make peers ARGS="--full --stages 8 --minutes 0 --json {PEERS_FULL}"',
+    PEERS_FULL_8: f'make peers ARGS="--full --stages 8 --minutes 0 --json {PEERS_FULL_8}"',
     PEERS_FULL_4: f'make peers ARGS="--full --stages 4 --minutes 0 --json {PEERS_FULL_4}"',
     HINTS: f"python benchmarks/hints/run.py --profile llm --json {HINTS}",
     REPLICAS: f"python benchmarks/replicas/run.py --simulate --json {REPLICAS}",

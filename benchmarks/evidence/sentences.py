@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.dispatch.arrivals import STARTED
-from benchmarks.evidence.results import DISPATCH, HINTS, PEERS, PEERS_FULL, REPLICAS, read
+from benchmarks.evidence.results import DISPATCH, HINTS, PEERS, PEERS_FULL_8, REPLICAS, read
 from benchmarks.paper.claims import TABLE_1, TABLE_2
 
 
@@ -24,7 +24,7 @@ def _ends(values: Iterable[float]) -> tuple[float, float]:
 
 def less(root: Path, method: str, peer: str, profile: str) -> str | None:
     """By how much less time a step takes than a peer's, over the cells of a profile at PP 8."""
-    names = [name for name in (PEERS, PEERS_FULL) if read(root, name) is not None]
+    names = [name for name in (PEERS, PEERS_FULL_8) if read(root, name) is not None]
     for name in names:
         found = [
             1 - cell["over"][peer]["value"]

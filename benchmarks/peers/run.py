@@ -51,8 +51,8 @@ which sends as many messages a task (CPU: 1F1B for a whole backward, else ZBV).
 disturbed (all were), ms, over_bound with low and high, engine_over_bound (the order alone), over_engine (measured over
 the order alone), over_executed_order with over_executed_low and _high, held_microbatches and held_bytes (worst stage;
 _sum over all), cpu_ms_task, begin_ms, end_ms, and "over": for each peer value, low, high, engine (the orders alone).
-"settings" has when it began, the days of its steps, and how many cells were asked for. Raw data, tasks of all steps,
-lie in out/peers/ or in --raw. The committed files are in benchmarks/peers/results.
+"settings" has when it began, the days of its steps, and how many cells were asked for. Raw data, all tasks of all
+steps, lie in out/peers/ or in --raw. The committed files are in benchmarks/peers/results.
 
 `--quick` only shows that everything runs: its figures mean nothing.
 """

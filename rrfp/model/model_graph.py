@@ -129,7 +129,7 @@ class ModelGraph:
         if visits is None:
             return Visits(microbatches)
         skips: list[set[str]] = [set() for _ in range(microbatches)]
-        for name, visited in lists_of(visits).items():
+        for name, visited in visit_lists(visits).items():
             for m, visit in enumerate(self._checked_visits(name, visited, microbatches)):
                 if not visit:
                     skips[m].add(name)
@@ -196,8 +196,8 @@ def _name(part: Part, index: int) -> str:
     return part.name if len(part.stages) == 1 else f"{part.name}.{index}"
 
 
-def lists_of(visits: object) -> dict[str, Any]:
-    """What ``visits`` of a step has for each part, arrays and tensors as lists; a ConfigError if it is no dict."""
+def visit_lists(visits: object) -> dict[str, Any]:
+    """The lists of ``visits`` by part, also those of arrays and tensors; a ConfigError if it is no dict."""
     if not isinstance(visits, Mapping):
         raise ConfigError(f"visits is of type {type(visits).__name__}, must be a dict with a list for each part")
     return {name: each.tolist() if hasattr(each, "tolist") else each for name, each in visits.items()}

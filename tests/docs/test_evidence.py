@@ -20,7 +20,7 @@ from benchmarks.evidence.results import (
     PARITY,
     PEERS,
     PEERS_AGAIN,
-    PEERS_FULL,
+    PEERS_FULL_8,
     REPLICAS,
 )
 from benchmarks.evidence.sentences import less
@@ -115,7 +115,7 @@ def test_a_sentence_has_the_range_over_the_cells_of_its_profile(tmp_path: Path) 
     assert less(tmp_path, "2n", "torch 1F1B", "llm") == "5%"
     with pytest.raises(KeyError, match="no cell of n, mllm"):
         less(tmp_path, "n", "torch 1F1B", "mllm")
-    write(tmp_path, PEERS_FULL, {"cells": [{**over_torch("mllm", "J0", 0.8), "method": "n"}]})
+    write(tmp_path, PEERS_FULL_8, {"cells": [{**over_torch("mllm", "J0", 0.8), "method": "n"}]})
     assert less(tmp_path, "n", "torch 1F1B", "mllm") == "20%"
 
 
@@ -201,8 +201,8 @@ def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
 
 
 def test_of_a_run_that_goes_on_the_finished_cells_are_shown_and_counted(tmp_path: Path) -> None:
-    write(tmp_path, PEERS_FULL, run_of(measured("torch 1F1B", 1.2), asked=16, days=["2026-01-02", "2026-01-03"]))
-    text = BLOCKS["peers-full"](tmp_path)
+    write(tmp_path, PEERS_FULL_8, run_of(measured("torch 1F1B", 1.2), asked=16, days=["2026-01-02", "2026-01-03"]))
+    text = BLOCKS["peers-full-8"](tmp_path)
     said = "1 of 16 cells have all their steps, and are shown; measured on 2026-01-02, 2026-01-03."
     assert text.startswith(f"{said}\n\nPP 8, llm, J3:\n")
     assert "| torch 1F1B | 1.200 [1.176-1.224] |" in text

@@ -82,7 +82,7 @@ def test_the_pace_of_a_rank_is_a_median_and_comes_after_a_few_steps() -> None:
     assert (paces.are_sized, paces.by_replica()) == (True, None)  # of another unit
 
 
-def test_a_rank_that_is_given_nothing_counts_as_quicker_by_and_by_until_it_runs_something() -> None:
+def test_a_rank_that_is_given_nothing_counts_as_quicker_with_each_step_until_it_runs_something() -> None:
     paces = Paces([0, 1])
 
     def observe(counts: list[int], size: float = 0.0) -> None:

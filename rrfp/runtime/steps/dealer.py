@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 #: The pace of a rank is the median of so many training steps, and is known after the first few.
 _STEPS, FEW = 5, 3
-#: By how much the pace of a rank shrinks with each step in which it runs nothing.
+#: The factor on the pace of a rank for each step in which it runs nothing.
 _IDLE = 0.8
 
 
@@ -85,7 +85,7 @@ class Paces:
                 pace = report.breakdown.compute / (report.size if are_sized else report.microbatches)
                 samples.extend([pace] * (_STEPS if rank in self._idle else 1))
                 self._idle.discard(rank)
-            else:  # it counts as quicker by and by: else a slow rank that runs nothing is never tried again
+            else:  # with each such step it counts as quicker: else a slow rank is never tried again
                 samples.extend([pace * _IDLE for pace in samples])
                 self._idle.add(rank)
         self.are_sized = are_sized

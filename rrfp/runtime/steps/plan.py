@@ -13,7 +13,7 @@ from rrfp.compute.payload import is_named
 from rrfp.compute.program import Batch
 from rrfp.core.events import Pool
 from rrfp.errors import ConfigError, misspelt
-from rrfp.model.model_graph import ModelGraph, lists_of
+from rrfp.model.model_graph import ModelGraph, visit_lists
 from rrfp.model.tasks import Mode, StepId
 from rrfp.model.visits import Visits
 from rrfp.plain import flag, number, or_none, whole
@@ -54,7 +54,7 @@ def _named_visits(visits: Any, graph: ModelGraph | None) -> dict[str, Any]:
         return {}
     if graph is None:
         raise ConfigError("visits is given, must be None: the pipeline has no graph, so there are no parts to skip")
-    return {f"visits[{name!r}]": each for name, each in lists_of(visits).items()}
+    return {f"visits[{name!r}]": each for name, each in visit_lists(visits).items()}
 
 
 def _with_unvisited(values: Any, visits: Visits, graph: ModelGraph) -> Any:
