@@ -197,12 +197,17 @@ def test_all_graphs_of_four_virtual_stages_with_two_microbatches(options: Option
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("options", [WHOLE, FORWARD, *SKIPS], ids=str)
-def test_the_banker_on_every_stage_of_larger_graphs(options: Options) -> None:
+def test_the_banker_on_every_stage_of_larger_graphs(options: Options, part: int) -> None:
     """With a forced order that is what ships anyway, unless the graph is a chain."""
-    for count, microbatches in ((3, 3), (4, 2)):
-        few = Options(options.is_split, options.mode, skips=options.skips)
-        assert_safe(every_case(count, microbatches, "banker", few))
+    graphs = [(count, microbatches, edges) for count, microbatches in ((3, 3), (4, 2)) for edges in graphs_of(count)]
+    assert_safe(
+        case
+        for count, microbatches, edges in graphs[part::PARTS]
+        for table in tables_of(count)
+        for case in case_of(edges, table, microbatches, "banker", options)
+    )
 
 
 def random_case(seed: int, count: int, microbatches: int) -> GraphCase:
