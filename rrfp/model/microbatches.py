@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from functools import partial
+from typing import Generic, TypeVar, overload
 
 from rrfp.errors import ConfigError
-from rrfp.plain import flag
+from rrfp.plain import flag, number, whole
 
 T = TypeVar("T")
 
@@ -83,13 +83,18 @@ def microbatches(
     flag("padded", padded)
     costs = _numbers("cost", cost, samples)
     weights = _numbers("weight", weight, samples)
-    _check(costs, budget, count)
+    if not costs:
+        raise ConfigError("samples is empty, must have one at least")
+    budget = None if budget is None else _budget(budget, costs)
+    count = None if count is None else whole("count", count, 1, len(costs))
+    if budget is None and count is None:
+        raise ConfigError("budget and count are both None, must be one of them or both")
     groups = sorted(map(sorted, _groups(costs, budget, count, padded)))
     sizes = [_size([costs[index] for index in group], padded) for group in groups]
     if budget is not None and max(sizes) > budget:
         raise ConfigError(
-            f"count is {count}, must be larger: so few microbatches do not fit the budget of {budget}, the largest "
-            f"costs {max(sizes)}"
+            f"count is {count}, must be larger: so few microbatches do not fit the budget of {budget:.10g}, the "
+            f"largest costs {max(sizes):.10g}"
         )
     return Microbatches(
         tuple([samples[index] for index in group] for group in groups),
@@ -151,27 +156,13 @@ def _size(costs: Sequence[float], padded: bool) -> float:
 def _numbers(name: str, function: Callable[[T], float], samples: Sequence[T]) -> list[float]:
     if not callable(function):
         raise ConfigError(f"{name} is {function!r}, must be a function of a sample")
-    numbers = [function(sample) for sample in samples]
-    for index, number in enumerate(numbers):
-        if not _is_number(number) or number < 0 or (name == "cost" and number == 0):
-            least = "above 0" if name == "cost" else ">= 0"
-            raise ConfigError(f"{name} of sample {index} is {number!r}, must be a number {least}")
-    return numbers
+    read = partial(number, above=0) if name == "cost" else partial(number, least=0)
+    return [read(f"{name} of sample {index}", function(sample)) for index, sample in enumerate(samples)]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check(costs: Sequence[float], budget: float | None, count: int | None) -> None:
-    if not costs:
-        raise ConfigError("samples is empty, must have one at least")
-    if budget is None and count is None:
-        raise ConfigError("budget and count are both None, must be one of them or both")
-    if budget is not None and not (_is_number(budget) and budget > 0):
-        raise ConfigError(f"budget is {budget!r}, must be a number above 0, or None")
-    if budget is not None and max(costs) > budget:
+def _budget(value: float, costs: Sequence[float]) -> float:
+    budget = number("budget", value, above=0)
+    if max(costs) > budget:
         index = max(range(len(costs)), key=costs.__getitem__)
-        raise ConfigError(f"budget is {budget!r}, must be at least the cost of sample {index}: {costs[index]}")
-    if count is not None and not (type(count) is int and 1 <= count <= len(costs)):
-        raise ConfigError(f"count is {count!r}, must be an integer in 1..{len(costs)}, the number of samples")
+        raise ConfigError(f"budget is {budget:.10g}, must be at least the cost of sample {index}: {costs[index]:.10g}")
+    return budget

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from batches import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,11 +94,11 @@ def test_few_microbatches_are_evened_out_below_the_budget() -> None:
         ([], {"budget": 4}, "samples is empty"),
         ([1, 2], {}, "budget and count are both None"),
         ([1, 5, 2], {"budget": 4}, "budget is 4, must be at least the cost of sample 1: 5"),
-        ([1, 2], {"budget": 0}, "budget is 0, must be a number above 0"),
-        ([1, 2], {"count": 3}, r"count is 3, must be an integer in 1\.\.2"),
+        ([1, 2], {"budget": 0}, "budget is 0, must be a finite number above 0"),
+        ([1, 2], {"count": 3}, r"count is 3, must be a whole number 1\.\.2"),
         ([1, 2], {"count": 0}, "count is 0"),
         ([3, 3, 3], {"count": 1, "budget": 5}, "count is 1, must be larger: .* budget of 5, the largest costs 9"),
-        ([1, 0], {"budget": 4}, "cost of sample 1 is 0, must be a number above 0"),
+        ([1, 0], {"budget": 4}, "cost of sample 1 is 0, must be a finite number above 0"),
         ([1, float("nan")], {"budget": 4}, "cost of sample 1 is nan"),
     ],
 )
@@ -105,8 +107,14 @@ def test_what_cannot_be_formed_is_one_error(costs: list[float], how: dict[str, A
         formed(costs, **how)
 
 
+@pytest.mark.parametrize("convert", [np.int64, np.float32, torch.tensor])
+def test_costs_and_weights_are_numbers_of_any_library(convert: Callable[[int], Any]) -> None:
+    parts = formed([convert(cost) for cost in (3, 5, 2)], budget=convert(5), count=2)
+    assert (list(parts), parts.sizes, parts.weights) == ([[0, 2], [1]], (5, 5), (50, 50))
+
+
 def test_a_weight_is_a_number_that_is_not_negative() -> None:
-    with pytest.raises(ConfigError, match="weight of sample 1 is -1, must be a number >= 0"):
+    with pytest.raises(ConfigError, match="weight of sample 1 is -1, must be a finite number >= 0"):
         microbatches([1, -1], cost=abs, weight=lambda sample: sample, budget=4)
     with pytest.raises(ConfigError, match="weight is 1, must be a function of a sample"):
         microbatches([1], cost=abs, weight=1, budget=4)  # type: ignore[arg-type]
