@@ -72,13 +72,14 @@ def _cell_row(row: Row, peers: Sequence[str]) -> tuple[str, ...]:
 
 
 def finished(document: Any) -> Iterator[str]:
-    """Every cell of a run that goes on, and how many it was to have."""
+    """Every cell of a run that goes on, how many it was to have, and the aims that it misses."""
     found = {where.cell for where in rows_of(document)}
     settings = document["settings"]
     days = ", ".join(settings["days"])
     yield f"{len(found)} of {settings['asked']} cells have all their steps, and are shown; measured on {days}."
     yield ""
     yield from cells(document)
+    yield from _missed([document], ["measured"])
 
 
 # Two runs.
@@ -239,6 +240,11 @@ def missed(root: Path) -> str:
     if first is None:
         return missing(PEERS)
     documents = [each for each in (first, second) if each is not None]
+    return "\n".join(_missed(documents, ["first run", "second run"][: len(documents)]))
+
+
+def _missed(documents: Sequence[Any], columns: Sequence[str]) -> Iterator[str]:
+    """The aims that one of them misses, each with a column of its own."""
     found = [{aim["name"]: aim for aim in document["aims"]} for document in documents]
     names = dict.fromkeys(name for aims in found for name, aim in aims.items() if not aim["met"])
     judged = [_judgement(documents, name) for name in names]
@@ -254,17 +260,15 @@ def missed(root: Path) -> str:
     ]
     counts = [f"{sum(aim['met'] for aim in aims.values())} of {len(aims)}" for aims in found]
     beyond = sum(each.kind in (OVER_TOLERATED, BEHIND, TOLERATED) for each in judged)
-    head = ("aim", "cell", "at most", "first run", "second run")[: 3 + len(documents)]
-    return "\n".join(
-        (
-            f"Aims that are met: {' and '.join(counts)}. What is to be explained at any rate, more than "
-            f"{TOLERATED_POINTS:g} point over the own order beyond the peer's, {TOLERATED_BEHIND - 100:g}% behind the "
-            f"orders or {TOLERATED_CPU - 100:g}% more processor time, occurs in {beyond or 'no'} "
-            f"{'cell' if beyond == 1 else 'cells'}.",
-            "",
-            *markdown((*head, "why"), rows),
-        )
+    yield (
+        f"Aims that are met: {' and '.join(counts)}. What is to be explained at any rate, more than "
+        f"{TOLERATED_POINTS:g} point over the own order beyond the peer's, {TOLERATED_BEHIND - 100:g}% behind the "
+        f"orders or {TOLERATED_CPU - 100:g}% more processor time, occurs in {beyond or 'no'} "
+        f"{'cell' if beyond == 1 else 'cells'}."
     )
+    if rows:
+        yield ""
+        yield from markdown(("aim", "cell", "at most", *columns, "why"), rows)
 
 
 def _limit(aim: Row) -> str:

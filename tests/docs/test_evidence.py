@@ -200,12 +200,20 @@ def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
     assert zbv.endswith("over torch ZBV 0.970 [0.951-0.989], by the orders alone 1.000: the aim asks for more |")
 
 
-def test_of_a_run_that_goes_on_the_finished_cells_are_shown_and_counted(tmp_path: Path) -> None:
-    write(tmp_path, PEERS_FULL_8, run_of(measured("torch 1F1B", 1.2), asked=16, days=["2026-01-02", "2026-01-03"]))
+def test_of_a_run_that_goes_on_the_finished_cells_and_the_missed_aims_are_shown(tmp_path: Path) -> None:
+    document = run_of(
+        *(measured("torch 1F1B", 1.2), measured("n", 1.0, f1b=(0.83, 0.8))),
+        aims=(aim("n, over own order, beyond the peer's", 0.4, 0, "points"), aim("n, step end", 1.5, 2, "ms")),
+        asked=16,
+        days=["2026-01-02", "2026-01-03"],
+    )
+    write(tmp_path, PEERS_FULL_8, document)
     text = BLOCKS["peers-full-8"](tmp_path)
     said = "1 of 16 cells have all their steps, and are shown; measured on 2026-01-02, 2026-01-03."
     assert text.startswith(f"{said}\n\nPP 8, llm, J3:\n")
     assert "| torch 1F1B | 1.200 [1.176-1.224] |" in text
+    assert "Aims that are met: 1 of 2." in text
+    assert "| n, over own order, beyond the peer's | PP 8, llm, J3 | 0 points | 0.40 points NO |" in text
 
 
 def test_the_figures_of_mechanisms_follow_from_the_steps_in_their_file() -> None:
