@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.peers import cells, finished, missed, twice
+from benchmarks.evidence.peers import cells, finished, missed, on_another_day, twice
 from benchmarks.evidence.results import (
     MARK,
     MECHANISMS,
@@ -322,6 +322,7 @@ BLOCKS: Mapping[str, Callable[[Path], str]] = {
     "peers": block(PEERS, cells),
     "peers-missed": missed,
     "peers-twice": twice,
+    "peers-another-day": on_another_day,
     "peers-full-8": block(PEERS_FULL_8, finished),
     "peers-full-4": block(PEERS_FULL_4, finished),
     "mechanisms": block(MECHANISMS, _mechanisms),

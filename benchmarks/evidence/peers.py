@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.evidence.results import MARK, NOTHING, PEERS, PEERS_AGAIN, markdown, missing, read
+from benchmarks.evidence.results import MARK, NOTHING, PEERS, PEERS_AGAIN, PEERS_FULL_8, markdown, missing, read
 from benchmarks.peers.aims import (
     BEHIND,
     CPU,
@@ -72,14 +72,14 @@ def _cell_row(row: Row, peers: Sequence[str]) -> tuple[str, ...]:
 
 
 def finished(document: Any) -> Iterator[str]:
-    """Every cell of a run that goes on, how many it was to have, and the aims that it misses."""
+    """Every cell of a run that goes on, how many it was to have, and what is to be explained."""
     found = {where.cell for where in rows_of(document)}
     settings = document["settings"]
     days = ", ".join(settings["days"])
     yield f"{len(found)} of {settings['asked']} cells have all their steps, and are shown; measured on {days}."
     yield ""
     yield from cells(document)
-    yield from _missed([document], ["measured"])
+    yield from _missed([document], ["measured"], kinds=_TO_EXPLAIN)
 
 
 # Two runs.
@@ -165,6 +165,11 @@ class Runs:
         """By what the machine, which all methods share, was slower in the second run: their median."""
         return median(self.changes(cell))
 
+    def _processor_time(self, cell: Cell) -> float:
+        """A task's in the second run over the first's, median: how much slower the machine's cores were."""
+        one, two = self._rows
+        return float(median(two[where]["cpu_ms_task"] / one[where]["cpu_ms_task"] for where in self._of(cell)))
+
     def _of(self, cell: Cell) -> list[Where]:
         return [where for where in self.common if where.cell == cell]
 
@@ -177,6 +182,7 @@ class Runs:
             moved = [second.value / first.value for first, second in ratios]
             yield (
                 str(cell),
+                f"{self._processor_time(cell):.2f}",
                 f"{self.drift(cell):.3f} ({min(changes):.3f} to {max(changes):.3f})",
                 f"{alike} of {len(own)}",
                 f"{median(moved):.3f} ({min(moved):.3f} to {max(moved):.3f})",
@@ -213,25 +219,40 @@ class Runs:
 
 def twice(root: Path) -> str:
     """The second run of the headline beside the first."""
-    first, second = read(root, PEERS), read(root, PEERS_AGAIN)
+    return _beside_first(root, PEERS_AGAIN)
+
+
+def on_another_day(root: Path) -> str:
+    """The same cells and methods of the full comparison beside the first run of the headline."""
+    return _beside_first(root, PEERS_FULL_8)
+
+
+def _beside_first(root: Path, other: str) -> str:
+    first, second = read(root, PEERS), read(root, other)
     if first is None or second is None:
-        return missing(PEERS if first is None else PEERS_AGAIN)
+        return missing(PEERS if first is None else other)
     runs = Runs(first, second)
-    head = ("cell", "/ bound, second run over first", "overlap", "/ a peer, second run over first", "overlap")
+    head = ("cell", "CPU a task", "/ bound", "overlap", "/ a peer", "overlap")
     lines = [*_times_of_day(first, second), *markdown(head, runs.summary())]
     if apart := list(runs.apart()):
         lines += ["", "Apart:", "", *markdown(("cell", "figure", "first", "second", "apart by", "why"), apart)]
     return "\n".join(lines)
 
 
-def _times_of_day(*documents: Any) -> Iterator[str]:
-    began = [document["settings"].get("began") for document in documents]
-    if all(began):
-        yield f"The first run began at {began[0]}, the second at {began[1]}."
+def _times_of_day(first: Any, second: Any) -> Iterator[str]:
+    one, two = first["settings"], second["settings"]
+    if "began" in one:
+        when = f"at {two['began']}" if "began" in two else f"on {' and '.join(two.get('days', ()))}"
+        yield f"The first run began at {one['began']}, the second {when}."
         yield ""
 
 
 # Aims that were missed.
+
+#: Aims of those kinds are tolerances: a method that misses one has to have a reason.
+_TO_EXPLAIN = frozenset({OVER_TOLERATED, BEHIND, TOLERATED})
+#: Of two orders one is the shorter if it takes less than this part of the other's time.
+_SHORTER = 0.99
 
 
 def missed(root: Path) -> str:
@@ -243,11 +264,11 @@ def missed(root: Path) -> str:
     return "\n".join(_missed(documents, ["first run", "second run"][: len(documents)]))
 
 
-def _missed(documents: Sequence[Any], columns: Sequence[str]) -> Iterator[str]:
-    """The aims that one of them misses, each with a column of its own."""
+def _missed(documents: Sequence[Any], columns: Sequence[str], kinds: Container[str] | None = None) -> Iterator[str]:
+    """The aims that one of them misses, or those of ``kinds``; each document has a column of its own."""
     found = [{aim["name"]: aim for aim in document["aims"]} for document in documents]
     names = dict.fromkeys(name for aims in found for name, aim in aims.items() if not aim["met"])
-    judged = [_judgement(documents, name) for name in names]
+    judged = {name: _judgement(documents, name) for name in names}
     rows = [
         (
             f"{each.method}, {each.kind}",
@@ -256,15 +277,15 @@ def _missed(documents: Sequence[Any], columns: Sequence[str]) -> Iterator[str]:
             *(_value(aims.get(name)) for aims in found),
             each.why,
         )
-        for name, each in zip(names, judged, strict=True)
+        for name, each in judged.items()
+        if kinds is None or each.kind in kinds
     ]
     counts = [f"{sum(aim['met'] for aim in aims.values())} of {len(aims)}" for aims in found]
-    beyond = sum(each.kind in (OVER_TOLERATED, BEHIND, TOLERATED) for each in judged)
+    beyond = sum(each.kind in _TO_EXPLAIN for each in judged.values())
     yield (
         f"Aims that are met: {' and '.join(counts)}. What is to be explained at any rate, more than "
         f"{TOLERATED_POINTS:g} point over the own order beyond the peer's, {TOLERATED_BEHIND - 100:g}% behind the "
-        f"orders or {TOLERATED_CPU - 100:g}% more processor time, occurs in {beyond or 'no'} "
-        f"{'cell' if beyond == 1 else 'cells'}."
+        f"orders or {TOLERATED_CPU - 100:g}% more processor time: {beyond or 'no'} {'row' if beyond == 1 else 'rows'}."
     )
     if rows:
         yield ""
@@ -326,7 +347,8 @@ def _why_time(context: _Context, peer: str = "") -> str:
     orders = f"over {peer} {ratio}, by the orders alone {alone:.3f}"
     if ratio.low <= alone <= ratio.high:
         return f"{orders}: within the interval, so that the rounds cannot tell the two apart"
-    return f"{orders}; {_why_cpu(context, peer)}"
+    lost, peer_lost = _lost_ms(context.row), _lost_ms(context.peer(peer))
+    return f"{orders}; beyond their own orders {lost:.0f} and {peer_lost:.0f} ms; {_why_cpu(context, peer)}"
 
 
 def _why_v(context: _Context) -> str:
@@ -340,13 +362,22 @@ def _why_v(context: _Context) -> str:
 
 
 def _why_over(context: _Context) -> str:
-    """Each over its own order, and whether the rounds tell them apart."""
+    """Each over its own order, also in ms, as a shorter order loses a greater part; can the rounds tell them apart?"""
     peer = peer_in_time(METHODS[context.where.method])
-    own, theirs = (_per_order(row) for row in (context.row, context.peer(peer)))
-    lost = f"{own} of its own order, {peer} {theirs}"
+    own_row, peer_row = context.row, context.peer(peer)
+    own, theirs = _per_order(own_row), _per_order(peer_row)
+    lost, peer_lost = _lost_ms(own_row), _lost_ms(peer_row)
+    text = f"{own} of its own order, {peer} {theirs}, which is {lost:.0f} and {peer_lost:.0f} ms"
+    if lost <= peer_lost and own_row["ms"] - lost < _SHORTER * (peer_row["ms"] - peer_lost):
+        return f"{text}: no more time, beside a shorter order"
     if own.gap(theirs.plus(context.limit / 100)) == 0:
-        return f"{lost}: the aim is within these intervals"
-    return f"{lost}; {_why_cpu(context, peer)}"
+        return f"{text}: the aim is within these intervals"
+    return f"{text}; {_why_cpu(context, peer)}"
+
+
+def _lost_ms(row: Row) -> float:
+    """Beyond its own order."""
+    return float(row["ms"] * (1 - 1 / row["over_executed_order"]))
 
 
 def _why_cpu(context: _Context, peer: str = "") -> str:

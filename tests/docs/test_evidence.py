@@ -148,12 +148,22 @@ def test_a_second_run_stands_beside_the_first_and_what_is_apart_has_a_reason(tmp
 
     lines = BLOCKS["peers-twice"](tmp_path).splitlines()
 
-    assert "| PP 8, llm, J3 | 1.100 (1.010 to 1.100) | 1 of 3 | 0.922 (0.922 to 0.922) | 0 of 1 |" in lines
+    assert "| PP 8, llm, J3 | 1.00 | 1.100 (1.010 to 1.100) | 1 of 3 | 0.922 (0.922 to 0.922) | 0 of 1 |" in lines
     apart = [line.split(" | ")[1:] for line in lines[lines.index("Apart:") :] if line.startswith("| PP 8")]
     assert [row[0] for row in apart] == ["torch 1F1B / bound", "Megatron 1F1B / bound", "n / torch 1F1B"]
     assert apart[0][3:] == ["0.070", "the steps of all methods took 1.100 times as long |"]
     assert apart[2][1:4] == ["0.830 [0.813-0.847]", "0.765 [0.750-0.780]", "0.033"]
     assert apart[2][4] == "n's step took 1.010 times as long, the median method's 1.100 |"
+
+
+def test_of_another_day_the_cells_of_both_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    first = [measured("torch 1F1B", 1.2), measured("n", 1.0, f1b=(0.83, 0.8))]
+    second = [{**row, "cpu_ms_task": 3 * row["cpu_ms_task"]} for row in (*first, measured("V, n", 0.9))]
+    write(tmp_path, PEERS, run_of(*first, began="2026-01-02 03:04 UTC"))
+    write(tmp_path, PEERS_FULL_8, run_of(*second, asked=16, days=["2026-01-03", "2026-01-04"]))
+    text = BLOCKS["peers-another-day"](tmp_path)
+    assert "The first run began at 2026-01-02 03:04 UTC, the second on 2026-01-03 and 2026-01-04." in text
+    assert "| PP 8, llm, J3 | 3.00 | 1.000 (1.000 to 1.000) | 2 of 2 | 1.000 (1.000 to 1.000) | 1 of 1 |" in text
 
 
 def test_runs_within_their_intervals_have_nothing_apart(tmp_path: Path) -> None:
@@ -162,7 +172,7 @@ def test_runs_within_their_intervals_have_nothing_apart(tmp_path: Path) -> None:
         write(tmp_path, name, run)
     text = BLOCKS["peers-twice"](tmp_path)
     assert "The first run began at 2026-01-02 03:04 UTC, the second at 2026-01-02 03:04 UTC." in text
-    assert "| 1.000 (1.000 to 1.000) | 2 of 2 | 1.000 (1.000 to 1.000) | 1 of 1 |" in text
+    assert "| 1.00 | 1.000 (1.000 to 1.000) | 2 of 2 | 1.000 (1.000 to 1.000) | 1 of 1 |" in text
     assert "Apart" not in text
 
 
@@ -185,17 +195,18 @@ def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
     text = BLOCKS["peers-missed"](tmp_path)
 
     assert "Aims that are met: 1 of 5 and 1 of 1." in text
-    assert "occurs in 1 cell." in text
+    assert "more processor time: 1 row." in text
     rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in text.splitlines() if line.startswith("| n, ")}
     assert rows["n, CPU a task, of the peer's"] == [
         *("PP 8, llm, J3", "100%", "105.00% NO", "99.00%"),
         "a step takes 0.77 s of processor time, torch ZBV's 1.54 s, for 768 tasks beside 1,536 that are shorter; "
         "its processes keep 0.77 of 2 cores busy, torch ZBV's 1.40 |",
     ]
-    lost = "1.050 [1.040-1.060] of its own order, torch 1F1B 1.050 [1.040-1.060]"
-    assert rows["n, over own order, beyond the peer's"][4] == f"{lost}: the aim is within these intervals |"
+    lost = "1.050 [1.040-1.060] of its own order, torch 1F1B 1.050 [1.040-1.060], which is 48 and 57 ms"
+    assert rows["n, over own order, beyond the peer's"][4] == f"{lost}: no more time, beside a shorter order |"
     behind = rows["n, time over the peer's, of the orders' alone (tolerated)"][4]
-    assert behind.startswith("over torch 1F1B 0.830 [0.813-0.847], by the orders alone 0.800; a step takes")
+    ratio = "over torch 1F1B 0.830 [0.813-0.847], by the orders alone 0.800"
+    assert behind.startswith(f"{ratio}; beyond their own orders 48 and 57 ms; a step takes")
     [zbv] = [line for line in text.splitlines() if line.startswith("| V, n, time, of torch ZBV's")]
     assert zbv.endswith("over torch ZBV 0.970 [0.951-0.989], by the orders alone 1.000: the aim asks for more |")
 
@@ -203,7 +214,11 @@ def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
 def test_of_a_run_that_goes_on_the_finished_cells_and_the_missed_aims_are_shown(tmp_path: Path) -> None:
     document = run_of(
         *(measured("torch 1F1B", 1.2), measured("n", 1.0, f1b=(0.83, 0.8))),
-        aims=(aim("n, over own order, beyond the peer's", 0.4, 0, "points"), aim("n, step end", 1.5, 2, "ms")),
+        aims=(
+            aim("n, over own order, beyond the peer's", 1.4, 0, "points"),
+            aim("n, over own order, beyond the peer's (tolerated)", 1.4, 1, "points"),
+            aim("n, step end", 1.5, 2, "ms"),
+        ),
         asked=16,
         days=["2026-01-02", "2026-01-03"],
     )
@@ -212,8 +227,9 @@ def test_of_a_run_that_goes_on_the_finished_cells_and_the_missed_aims_are_shown(
     said = "1 of 16 cells have all their steps, and are shown; measured on 2026-01-02, 2026-01-03."
     assert text.startswith(f"{said}\n\nPP 8, llm, J3:\n")
     assert "| torch 1F1B | 1.200 [1.176-1.224] |" in text
-    assert "Aims that are met: 1 of 2." in text
-    assert "| n, over own order, beyond the peer's | PP 8, llm, J3 | 0 points | 0.40 points NO |" in text
+    assert "Aims that are met: 1 of 3." in text
+    assert "| n, over own order, beyond the peer's (tolerated) | PP 8, llm, J3 | 1 points | 1.40 points NO |" in text
+    assert "beyond the peer's |" not in text
 
 
 def test_the_figures_of_mechanisms_follow_from_the_steps_in_their_file() -> None:
