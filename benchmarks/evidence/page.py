@@ -21,7 +21,7 @@ from benchmarks.evidence.sentences import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Those with figures.
-PAGES = tuple(ROOT / "docs" / name for name in ("evidence.md", "measurements.md", "when.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("evidence.md", "full-comparison.md", "measurements.md", "when.md"))
 
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: No bar parts the arguments: it would part the cells of a table.

@@ -79,7 +79,7 @@ def finished(document: Any) -> Iterator[str]:
     yield f"{len(found)} of {settings['asked']} cells have all their steps, and are shown; measured on {days}."
     yield ""
     yield from cells(document)
-    yield from _missed([document], ["measured"], kinds=_TO_EXPLAIN)
+    yield from _missed([document], ["measured"], kinds=_TO_EXPLAIN | _DEFECTS)
 
 
 # Two runs.
@@ -251,6 +251,8 @@ def _times_of_day(first: Any, second: Any) -> Iterator[str]:
 
 #: Aims of those kinds are tolerances: a method that misses one has to have a reason.
 _TO_EXPLAIN = frozenset({OVER_TOLERATED, BEHIND, TOLERATED})
+#: A method that misses one of these has a defect.
+_DEFECTS = frozenset(f"{STRICT} {peer}" for peer in PEERS_OF_1F1B)
 #: Of two orders one is the shorter if it takes less than this part of the other's time.
 _SHORTER = 0.99
 

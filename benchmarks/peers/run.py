@@ -15,7 +15,7 @@ zero-bubble's repository is left out: it defers weight gradients in a CUDA kerne
 and measures memory on CUDA devices, so it does not run on a CPU; torch's ZBV is the schedule of its paper.
 
 --headline, the default, takes 13 minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 8 and
-4, also zipf and moe, and all methods, about an hour and a half; after an interruption it goes on, and called again it
+4, also zipf and moe, and all methods, about two hours; after an interruption it goes on, and called again it
 measures once more what lacks undisturbed steps; the others do so with --resume and --minutes. The other options choose
 parts; an unknown name prints all methods.
 

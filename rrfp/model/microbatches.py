@@ -9,7 +9,7 @@ from functools import partial
 from typing import Generic, TypeVar, overload
 
 from rrfp.errors import ConfigError
-from rrfp.plain import flag, number, whole
+from rrfp.plain import flag, number, or_none, whole
 
 T = TypeVar("T")
 
@@ -85,10 +85,13 @@ def microbatches(
     weights = _numbers("weight", weight, samples)
     if not costs:
         raise ConfigError("samples is empty, must have one at least")
-    budget = None if budget is None else _budget(budget, costs)
-    count = None if count is None else whole("count", count, 1, len(costs))
+    budget = or_none(partial(number, above=0), "budget", budget)
+    count = or_none(whole, "count", count, 1, len(costs))
     if budget is None and count is None:
         raise ConfigError("budget and count are both None, must be one of them or both")
+    if budget is not None and max(costs) > budget:
+        index = max(range(len(costs)), key=costs.__getitem__)
+        raise ConfigError(f"budget is {budget:.10g}, must be at least the cost of sample {index}: {costs[index]:.10g}")
     groups = sorted(map(sorted, _groups(costs, budget, count, padded)))
     sizes = [_size([costs[index] for index in group], padded) for group in groups]
     if budget is not None and max(sizes) > budget:
@@ -158,11 +161,3 @@ def _numbers(name: str, function: Callable[[T], float], samples: Sequence[T]) ->
         raise ConfigError(f"{name} is {function!r}, must be a function of a sample")
     read = partial(number, above=0) if name == "cost" else partial(number, least=0)
     return [read(f"{name} of sample {index}", function(sample)) for index, sample in enumerate(samples)]
-
-
-def _budget(value: float, costs: Sequence[float]) -> float:
-    budget = number("budget", value, above=0)
-    if max(costs) > budget:
-        index = max(range(len(costs)), key=costs.__getitem__)
-        raise ConfigError(f"budget is {budget:.10g}, must be at least the cost of sample {index}: {costs[index]:.10g}")
-    return budget

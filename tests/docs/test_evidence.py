@@ -213,8 +213,10 @@ def test_a_missed_aim_has_its_reason_from_the_figures(tmp_path: Path) -> None:
 
 def test_of_a_run_that_goes_on_the_finished_cells_and_the_missed_aims_are_shown(tmp_path: Path) -> None:
     document = run_of(
-        *(measured("torch 1F1B", 1.2), measured("n", 1.0, f1b=(0.83, 0.8))),
+        *(measured("torch 1F1B", 1.2), measured("strict 1f1b", 1.25, f1b=(1.04, 1.0))),
+        measured("n", 1.0, f1b=(0.83, 0.8)),
         aims=(
+            aim("strict 1f1b, time, of that of torch 1F1B", 104, 102, "%"),
             aim("n, over own order, beyond the peer's", 1.4, 0, "points"),
             aim("n, over own order, beyond the peer's (tolerated)", 1.4, 1, "points"),
             aim("n, step end", 1.5, 2, "ms"),
@@ -227,7 +229,8 @@ def test_of_a_run_that_goes_on_the_finished_cells_and_the_missed_aims_are_shown(
     said = "1 of 16 cells have all their steps, and are shown; measured on 2026-01-02, 2026-01-03."
     assert text.startswith(f"{said}\n\nPP 8, llm, J3:\n")
     assert "| torch 1F1B | 1.200 [1.176-1.224] |" in text
-    assert "Aims that are met: 1 of 3." in text
+    assert "Aims that are met: 1 of 4." in text
+    assert "| strict 1f1b, time, of that of torch 1F1B | PP 8, llm, J3 | 102% | 104.00% NO |" in text
     assert "| n, over own order, beyond the peer's (tolerated) | PP 8, llm, J3 | 1 points | 1.40 points NO |" in text
     assert "beyond the peer's |" not in text
 
