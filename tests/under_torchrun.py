@@ -12,10 +12,16 @@ from typing import Any
 TESTS = Path(__file__).parent
 
 
-def run(script: str, *arguments: str, ranks: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run ``script``, a path in the folder of tests, on so many ranks of one thread each."""
+def run(
+    script: str, *arguments: str, ranks: int, timeout_s: float, look_every_s: float = 0.1
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script``, a path in the folder of tests, on so many ranks of one thread each.
+
+    The launcher looks for ranks that have ended as often as ``look_every_s`` says, and then ends the others.
+    """
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--monitor-interval", str(look_every_s)]
     return subprocess.run(
         [*command, str(TESTS / script), *arguments],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

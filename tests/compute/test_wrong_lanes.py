@@ -39,8 +39,13 @@ async def test_a_wrong_lane_fails_a_check(
 ) -> None:
     for home in ("checks", "lane_checks.subject"):
         monkeypatch.setattr(f"rrfp.testing.{home}.PATIENCE_S", 2.0)
+
+    async def repeated() -> None:
+        for _ in range(3):  # a busy host may be later than the device, which then has nothing to find
+            await CHECKS[check](wrong_lanes.subject_with(lane))
+
     with pytest.raises(AssertionError, match=message):
-        await CHECKS[check](wrong_lanes.subject_with(lane))
+        await repeated()
 
 
 def train(lane: type[StreamLane]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:

@@ -75,9 +75,9 @@ def batch_of(rank: int, number: int, sizes: Sequence[int] | None = None) -> dict
     return {"targets": own, "weights": [(1.0 + m) / 16 for m in range(count)]}
 
 
-def programs(slow: float = SLOW_S) -> list[Counts]:
-    """One a rank; the slow rank's takes so many seconds a task."""
-    return [Counts(rank, slow if rank == SLOW else QUICK_S) for rank in range(MESH.size)]
+def programs(slow: float = SLOW_S, quick: float = QUICK_S) -> list[Counts]:
+    """One a rank; the slow rank's takes so many seconds a task, the others' so many."""
+    return [Counts(rank, slow if rank == SLOW else quick) for rank in range(MESH.size)]
 
 
 def steps(rank: int, pipe: BlockingPipeline) -> list[rrfp.StepResult]:

@@ -44,6 +44,9 @@ from rrfp.trace.breakdown import Breakdown
 
 __all__ = ["fork_server"]
 
+#: A task of one size, where a busy machine's delays must not make the paces.
+LONG_S = 5 * QUICK_S
+
 
 def run(ranks: Sequence[Counts], body: Callable[[int, BlockingPipeline], Any], **options: Any) -> ThreadedRanks:
     return ThreadedRanks(ranks, body, mesh=MESH, share_replicas="dealt", **options)
@@ -162,7 +165,7 @@ def test_with_sizes_each_replica_runs_as_much_whatever_the_number() -> None:
         own = sizes[MESH.place_of(rank).replica]
         return [pipe.step(**batch_of(rank, number, own), sizes=own) for number in range(STEPS)]
 
-    ranks = programs(QUICK_S)
+    ranks = programs(LONG_S, LONG_S)
     results = [outcome.value for outcome in run(ranks, body).join()]
     for rank, own in enumerate(results):
         replica = MESH.place_of(rank).replica

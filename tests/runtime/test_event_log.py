@@ -91,12 +91,12 @@ def test_where_no_log_can_be_written_the_failure_stays_what_it_is(
     folder.rmdir()
     with pytest.raises(PipelineAborted, match="DeadlockError"), pipeline.blocking() as pipe:
         pipe.step(batch.inputs, batch.targets)
-    lines = [record.getMessage() for record in caplog.records if "event log" in record.getMessage()]
-    assert sorted(lines) == [
+    lines = {record.getMessage() for record in caplog.records if "event log" in record.getMessage()}
+    assert lines == {  # more than once each, where a busy machine stalled before the deadlock
         f"stage {stage} has not written its event log: {log_path(folder, stage)}: cannot be written (No such file or "
         "directory)"
         for stage in range(2)
-    ]
+    }
 
 
 def test_a_log_whose_events_lead_elsewhere_is_told_by_its_first_difference(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from multiprocessing import active_children
 import pytest
 
 from rrfp.errors import LocalError
-from rrfp.lab.sweep.pool import WorkerLostError, run_all
+from rrfp.lab.sweep.pool import WorkerLostError, no_interrupt, run_all
 
 
 def broken(item: int) -> int:
@@ -125,3 +125,31 @@ def takes_the_lock(item: int) -> bool:
     if taken := lock.acquire(timeout=5):
         lock.release()  # one worker may run both items
     return taken
+
+
+@pytest.mark.parametrize("to", ["this thread", "another one"])
+def test_ctrl_c_is_held_back_whichever_thread_the_system_gives_it(to: str) -> None:
+    """Python raises KeyboardInterrupt in the main thread in either case, as soon as it can."""
+    ends, steps = threading.Event(), list[str]()
+    other = threading.Thread(target=ends.wait)
+    other.start()
+
+    def interrupted() -> None:
+        with no_interrupt():
+            thread = other.ident if to == "another one" else threading.get_ident()
+            assert thread is not None
+            signal.pthread_kill(thread, signal.SIGINT)
+            ends.set()
+            other.join()  # it has taken the signal
+            steps.append("went on")
+        steps.append("went on after it")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert steps == ["went on"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -75,11 +75,21 @@ def run_all(
 @contextmanager
 def no_interrupt() -> Iterator[None]:
     """Hold Ctrl-C back; a process started meanwhile does so forever."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler, mask = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    # Python's handlers run in the main thread, also for a signal that reached another one, such as a progress bar's.
+    has_handler = threading.current_thread() is threading.main_thread() and handler is not None
+    held: list[int] = []
     try:
+        if has_handler:
+            signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if has_handler:
+            signal.signal(signal.SIGINT, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
 
 
 def _submit(pool: ProcessPoolExecutor, run: Callable[[Item], Outcome], item: Item) -> Future[Outcome] | None:
