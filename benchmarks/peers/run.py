@@ -66,6 +66,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,8 +80,9 @@ from benchmarks.shared.comparison import JITTERS, NUM_BYTES, Cell, Turn
 from benchmarks.shared.load import OtherLoad
 from benchmarks.shared.options import check_comparison, parser_of, report
 from benchmarks.shared.runs import steps_measured
-from benchmarks.shared.step_figures import Figures, results_of
+from benchmarks.shared.step_figures import Figures, Results, results_of
 from rrfp.costs import JITTER_LEVELS, PROFILES
+from rrfp.lab.sweep.pool import run_all, usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,9 +127,8 @@ def main() -> None:
         if arguments.minutes and len(cells) < asked:
             return
     results: dict[Cell, Mapping[str, Figures]] = {}
-    for cell in cells:
-        settings = Settings(cell.stages, (cell.profile,), (cell.jitter,), arguments.methods, **common)
-        results |= results_of(settings, raw.steps(cell))
+    for of_cell in run_all(partial(_figures, raw, arguments.methods, common), cells, jobs=usable_cores()):
+        results |= of_cell
     aims = aims_of(results)
     settings_data = {**common, "rounds": arguments.rounds, "versions": _versions(), "cores": os.cpu_count()}
     settings_data |= {"asked": asked, "days": raw.days(cells)}
@@ -141,6 +142,11 @@ def main() -> None:
         print(load.sentence())
 
     report(arguments.json, document, tables, text_of)
+
+
+def _figures(raw: RawSteps, methods: tuple[str, ...], common: Mapping[str, Any], cell: Cell) -> Results:
+    settings = Settings(cell.stages, (cell.profile,), (cell.jitter,), methods, **common)
+    return results_of(settings, raw.steps(cell))
 
 
 def _measure(arguments: argparse.Namespace, raw: RawSteps, every: Sequence[Settings]) -> None:

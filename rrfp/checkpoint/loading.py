@@ -116,7 +116,10 @@ def load(
     if replica is None and ranks.rank == 0:
         _tell_of_replicas(saved, replicas_of(saved_by), replicas_of(places))
     # Each file once, by one of the ranks.
-    files = sorted(set[str]().union(*ranks.gather(sorted(contents.files(entries)))))
+    asked = ranks.gather((sorted(contents.files(entries)), sorted(entries)))
+    files = sorted(set[str]().union(*(names for names, _ in asked)))
+    if ranks.rank == 0:
+        _tell_of_unread(saved, {_name(key) for _, keys in asked for key in keys})
     with _unreadable(chosen), ranks.together(text):
         contents.check(files[ranks.rank :: len(places)])
     with _unreadable(chosen), failures(text, ranks):
@@ -190,13 +193,26 @@ def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers, replica: int 
 
 
 def _tell_of_replicas(saved: Saved, theirs: int, ours: int) -> None:
-    names = sorted({key.split(".", 2)[2].removeprefix(_MODEL) for key in saved if key.startswith(_REPLICAS)})
+    names = sorted({_name(key) for key in saved if key.startswith(_REPLICAS)})
     if names:
         text = (
             "%d buffer(s) differ between the %d data-parallel ranks of the checkpoint; the %d of this run take those "
             "of rank 0: %s"
         )
         logger.warning(text, len(names), theirs, ours, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+
+
+def _tell_of_unread(saved: Saved, read: set[str]) -> None:
+    names = sorted({_name(key) for key in saved if key.startswith(_MODEL)} - read)
+    if names:
+        text = "%d parameter(s) or buffer(s) of the checkpoint are in no rank's modules, and are left out: %s"
+        logger.warning(text, len(names), ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+
+
+def _name(key: str) -> str:
+    """Of a parameter or buffer, in the model; "" for another entry."""
+    own = key.split(".", 2)[2] if key.startswith(_REPLICAS) else key
+    return own.removeprefix(_MODEL) if own.startswith(_MODEL) else ""
 
 
 def _check_class(optimizer: Optimizer, keys: list[str]) -> None:

@@ -13,14 +13,19 @@ nothing is nan, and so is 0 * nan. It is not differentiated either (see `TorchSt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from rrfp.compute.activations import tensors_in
+from rrfp.compute.split.autograd_graph import ACCUMULATE
 from rrfp.errors import ConfigError
+from rrfp.log import get_logger
 from rrfp.model.graph import TaskGraph
 from rrfp.plain import number, one_of
+
+logger = get_logger(__name__)
 
 #: The prefix of the names of the loss's parameters and buffers.
 LOSS = "loss_fn"
@@ -66,6 +71,28 @@ def with_loss(modules: Mapping[int, nn.Module], losses: Mapping[int, LossFunctio
         v: WithLoss(module, loss) if isinstance(loss := losses.get(v), nn.Module) else module
         for v, module in modules.items()
     }
+
+
+def tell_of_parameters(loss: Tensor, output: Any, modules: Iterable[nn.Module]) -> None:
+    """Warn of parameters that a loss function, given ``output``, gives gradients to, and that ``modules`` lack."""
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    seen = {tensor.grad_fn for tensor in tensors_in(output)}
+    waiting, found = [loss.grad_fn] if seen else [], list[nn.Parameter]()
+    while waiting:
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        parameter = getattr(node, "variable", None) if node.name() == ACCUMULATE else None
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
+            found.append(parameter)
+    if found:
+        text = (
+            "loss_fn gives gradients to %d parameter(s) that its stage lacks, the first of shape %s: clip_grad_norm_, "
+            "checks for overflow, the sums over replicas and deterministic=True may leave them out; pass the nn.Module "
+            "that has them as loss_fn"
+        )
+        logger.warning(text, len(found), tuple(found[0].shape))
 
 
 def class_name(module: nn.Module) -> str:

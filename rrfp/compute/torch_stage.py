@@ -23,7 +23,7 @@ from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, with_loss
+from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, tell_of_parameters, with_loss
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.read_only import ReadOnly, Received, write_counter
@@ -271,6 +271,8 @@ class TorchStage(StageProgram):
         #: By virtual stage, a module with all its parameters, buffers and submodules, those of the loss included.
         self._losses = losses_by_stage(loss_fn, graph)
         self._units = with_loss(modules, self._losses)
+        #: Virtual stages whose loss is no module, and has not been differentiated yet.
+        self._unseen_losses = {v for v, loss in self._losses.items() if not isinstance(loss, nn.Module)}
         self._shared = environment.shared
         self._graph = graph
         #: None: draw from torch's generators without forking.
@@ -483,7 +485,12 @@ class TorchStage(StageProgram):
         if isinstance(loss, Tensor):
             loss = full_tensor(loss)
         trains = requires_grad(output) or any(parameter.requires_grad for parameter in self._units[v].parameters())
-        return check_loss(loss, m, differentiable=self._modes.mode is Mode.TRAIN and trains)
+        is_training = self._modes.mode is Mode.TRAIN
+        checked = check_loss(loss, m, differentiable=is_training and trains)
+        if is_training and v in self._unseen_losses:
+            self._unseen_losses.remove(v)
+            tell_of_parameters(checked, output, self._units.values())
+        return checked
 
     def _signature(self, m: int, v: int, arguments: Any) -> Hashable:
         target = None if (targets := self._inputs.targets(v)) is None else targets[m]

@@ -65,6 +65,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         check(model, args, stages, microbatches, arguments)
+        check_overrides(type(self))
         self.microbatches = microbatches
         self._chunks = [chunk for stage in stages for chunk in stage.chunks]
         build: Callable[..., Any] = stages.local
@@ -87,6 +88,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.clip_grad_norm_ = lambda parameters, max_norm, *_: self.pipe.clip_grad_norm_(max_norm)
+        leave_model(self.accelerator)
         if self._group is not None:
             make_one_process(self.accelerator)
 
@@ -98,6 +100,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.optimizer.train()
         batch = self._cut(inputs, training=True)
         tokens, batches = sum(batch["weights"]), self.current_gradient_accumulation_steps
+        if not tokens:  # a mean over nothing: it adds no gradients
+            return torch.zeros((), device=self.args.device)
         share = 1 / batches if num_items_in_batch is None else tokens / float(num_items_in_batch)
         with self.accelerator.autocast():
             result = self.pipe.step(**batch, grad_scale=share)
@@ -107,6 +111,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         batch = self._cut(inputs, training=False)
+        if not any(batch["weights"]):
+            del batch["weights"]  # the loss is nan, as a Trainer's
         with self.accelerator.autocast():
             result = self.pipe.evaluate(**batch, return_outputs=not prediction_loss_only)
         loss = torch.tensor(result.loss, device=self.args.device)
@@ -226,6 +232,14 @@ def check(
                 raise ConfigError(f"{name} is {value!r}, must not be set with a PipelineTrainer: {reason}")
 
 
+def check_overrides(trainer: type[Trainer]) -> None:
+    """Raise a ConfigError for methods of a subclass that a pipeline would not call."""
+    for name in ("compute_loss", "compute_loss_context_manager"):
+        if getattr(trainer, name) is not getattr(Trainer, name):
+            wanted = "pass options={'loss_fn': ...}" if name == "compute_loss" else "enter it around train()"
+            raise ConfigError(f"{trainer.__name__} overrides {name}, which a PipelineTrainer does not call: {wanted}")
+
+
 def step_arguments(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
     """Those of a step of the pipeline, for a batch of the loader."""
     if not isinstance(labels := batch.pop("labels", None), Tensor):
@@ -244,14 +258,18 @@ def as_one_process(args: TrainingArguments) -> TrainingArguments:
     return own
 
 
-def make_one_process(accelerator: Accelerator) -> None:
-    """Let accelerate, which takes ranks for replicas, leave model, batches and results as they are on each rank."""
+def leave_model(accelerator: Accelerator) -> None:
+    """Let accelerate leave the model as it is: no part of it has the forward that accelerate gives the whole."""
 
     def prepare_model(model: nn.Module, **_: Any) -> nn.Module:
         accelerator._models.append(model)  # or the Trainer would prepare it before each evaluation
         return model
 
     accelerator.prepare_model = prepare_model
+
+
+def make_one_process(accelerator: Accelerator) -> None:
+    """Let accelerate, which takes ranks for replicas, leave batches and results as they are on each rank."""
     accelerator.gather = accelerator.pad_across_processes = lambda value, **_: value
     config = accelerator.dataloader_config
     given = {name: getattr(config, name) for name in ("use_seedable_sampler", "data_seed", "non_blocking")}

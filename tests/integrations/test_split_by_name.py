@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from installed import ROOT
@@ -245,6 +247,30 @@ class Noisy(Writer):
         return output | {"total": output["total"] + torch.randn(())}
 
 
+class Dropping(Writer):
+    """Of its drawn layers all are in the parts, if none was left out when it was followed."""
+
+    draw: Callable[[], float] = random.random
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        output = super().forward(tokens, mask)
+        return output["logits"] if self.training and type(self).draw() < 0 else output
+
+
+class DroppingByNumpy(Dropping):
+    draw = np.random.uniform
+
+
+class DroppingByTorch(Dropping):
+    draw = staticmethod(lambda: torch.rand(1).item())
+
+
+class WithoutGradients(Writer):
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        output = super().forward(tokens, mask)
+        return output if torch.is_grad_enabled() else output["logits"]
+
+
 class Checked(Writer):
     """Its masks are wrong without an error where torch.fx follows it: a symbol is no Tensor."""
 
@@ -272,6 +298,14 @@ class Open(Writer):
         (
             Remembering,
             "model is a Remembering whose forward torch.fx cannot follow (TypeError: a Remembering writes its ",
+        ),
+        *(
+            (model, f"model is a {model.__name__} whose forward draws random numbers by itself, which its parts would")
+            for model in (Dropping, DroppingByNumpy, DroppingByTorch)
+        ),
+        (
+            WithoutGradients,
+            "model is a WithoutGradients whose forward does something else in training than in evaluation (",
         ),
         (Noisy, "model is a Noisy whose forward makes random numbers of its own, of a shape that does not depend on"),
         (

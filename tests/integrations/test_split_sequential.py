@@ -187,6 +187,22 @@ def test_hooks_of_the_chain_are_refused() -> None:
         rrfp.split(chain, 2)
 
 
+def test_a_forward_of_its_own_on_what_is_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part has the forward of the class. Within a part it stays."""
+    chain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    monkeypatch.setattr(chain, "forward", lambda x: 2 * x)
+    for at in (None, ["1"]):
+        with pytest.raises(rrfp.ConfigError, match=r"^model has a forward of its own on a Sequential that is cut, "):
+            rrfp.split(chain, 2, at=at, sample=torch.ones(2, WIDTH))
+    monkeypatch.undo()
+    layer = chain[0]
+    own = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x: 2 * own(x))
+    x = torch.randn(3, WIDTH)
+    first, second = rrfp.split(chain, 2)
+    assert torch.equal(second.chunks[0](first.chunks[0](x)), chain(x))
+
+
 def test_statistics_that_two_parts_would_keep_are_refused() -> None:
     """Each rank would have the means of its own calls, and the whole has those of both."""
     norm = nn.BatchNorm1d(WIDTH)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from fork_server import TESTS, fork_server, run
 from integrations.decoders import loaded
-from integrations.trainers import STEPS, arguments, build, data, figures, with_adapters
+from integrations.trainers import STEPS, Rows, arguments, build, data, figures, with_adapters
 from torch import Tensor
+from torch.utils.data import Dataset
 
 import rrfp
 from rrfp import ConfigError, RrfpError
@@ -130,6 +131,68 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
             further[name] = build
         with pytest.raises(ConfigError, match=rf"^{name} is .*, must not be set with a PipelineTrainer: \w"):
             PipelineTrainer(model, args, stages=rrfp.split(model, 2), microbatches=2, **further)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "compute_loss_context_manager"])
+def test_methods_that_would_not_be_called_must_not_be_overridden(tmp_path: Path, name: str) -> None:
+    from rrfp.integrations.transformers import PipelineTrainer
+
+    model, own = build(), type("Own", (PipelineTrainer,), {name: lambda *_, **__: None})
+    with pytest.raises(ConfigError, match=rf"^Own overrides {name}, which a PipelineTrainer does not call: "):
+        own(model, arguments(tmp_path), stages=rrfp.split(model, 2), microbatches=2)
+
+
+class NoTargets(Dataset[dict[str, Tensor]]):
+    """Rows of which the first ones are prompts alone."""
+
+    def __init__(self, empty: int, count: int) -> None:
+        self._rows, self._empty = Rows(count), empty
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self._rows[index]
+        return row | {"labels": torch.full_like(row["labels"], -100)} if index < self._empty else row
+
+
+def test_batches_without_a_target_add_nothing(tmp_path: Path) -> None:
+    """One of an update of two, all of an update, one of an evaluation, whose loss a Trainer leaves out as it is nan."""
+    from transformers import Trainer
+
+    from rrfp.integrations.transformers import PipelineTrainer
+
+    settings: dict[str, Any] = {"max_steps": 2, "train_sampling_strategy": "sequential", "learning_rate": 1e-3}
+    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "load_best_model_at_end": False}
+    args = arguments(tmp_path, **settings)
+    half: dict[str, Any] = {"train_dataset": NoTargets(4, 16), "eval_dataset": NoTargets(4, 8)}
+    wanted = Trainer(build(), args, **half)
+    wanted.train()
+    for given in (half, {**half, "train_dataset": NoTargets(16, 16)}):
+        model, before = build(), build().state_dict()
+        stages = rrfp.split(model, 2)
+        with PipelineTrainer(model, args, stages=stages, microbatches=2, **given) as trainer:
+            trainer.train()
+            evaluated = trainer.evaluate()
+        if given is half:
+            assert evaluated["eval_loss"] == pytest.approx(wanted.evaluate()["eval_loss"], rel=1e-5)
+            assert_same_weights(model.state_dict(), wanted.model.state_dict())
+        else:
+            assert [each["loss"] for each in trainer.state.log_history if "loss" in each] == [0.0, 0.0]
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_was_trained_can_be_split_and_trained_again(tmp_path: Path) -> None:
+    """accelerate would give it a forward of its own for bf16."""
+    from rrfp.integrations.transformers import PipelineTrainer
+
+    model = build()
+    args = arguments(tmp_path, max_steps=1, bf16=True, eval_strategy="no", load_best_model_at_end=False)
+    for _ in range(2):
+        stages = rrfp.split(model, 2)
+        with PipelineTrainer(model, args, stages=stages, microbatches=2, train_dataset=Rows(16)) as trainer:
+            trainer.train()
+        assert "forward" not in vars(model)
 
 
 def test_one_that_is_not_entered_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -229,3 +230,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, {"layers.0": other}, torch.optim.SGD(other.parameters()))
     with pytest.raises(ConfigError, match=r"must be the folder of a complete checkpoint: it has no \.metadata"):
         checkpoint.load(tmp_path, {"layers.0": other}, path=tmp_path / "no")
+
+
+def test_layers_of_a_checkpoint_that_no_rank_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "rrfp")
+    saved = stages(3)
+    checkpoint.save(tmp_path, by_layer(saved), step=1)
+    checkpoint.load(tmp_path, by_layer(stages(3, seed=1)))
+    assert not [record for record in caplog.records if record.name.startswith("rrfp")]
+    fewer = stages(2, seed=1)
+    checkpoint.load(tmp_path, by_layer(fewer))
+    assert worst(fewer, saved[:2]) == 0
+    [record] = [record for record in caplog.records if record.name.startswith("rrfp")]
+    names = sorted(f"layers.2.{name}" for name, _ in saved[2].named_parameters())
+    assert record.getMessage() == (
+        f"{len(names)} parameter(s) or buffer(s) of the checkpoint are in no rank's modules, and are left out: "
+        f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    )

@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -219,3 +220,38 @@ def test_a_refused_call_leaves_the_pipeline_usable() -> None:
         module.zero_grad()
         assert pipe.clip_grad_norm_(1.0) == 0.0
         pipe.step(rows, targets)
+
+
+class Head(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss_fn(self.scale * output, target)
+
+
+def test_parameters_that_clipping_would_leave_out_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a loss that is no module, unless its stage has them too."""
+
+    def told(modules: list[nn.Module], loss: Any) -> list[str]:
+        caplog.clear()
+        with rrfp.local(modules, loss_fn=loss).blocking() as pipe:
+            for _ in range(2):
+                pipe.step(BATCH.inputs, BATCH.targets)
+            pipe.evaluate(BATCH.inputs, BATCH.targets)
+        return [record.getMessage() for record in caplog.records]
+
+    head = Head()
+    for loss in (lambda output, target: head(output, target), head.forward, partial(head)):
+        [line] = told(stages(2), loss)
+        assert line.startswith(
+            "loss_fn gives gradients to 1 parameter(s) that its stage lacks, the first of shape (): clip_grad_norm_, "
+        )
+        assert line.endswith("; pass the nn.Module that has them as loss_fn")
+    modules = stages(2)
+    own = next(modules[1].parameters())
+    for loss in (head, loss_fn, lambda output, target: loss_fn(output, target) + own.square().sum()):
+        assert told(modules, loss) == []

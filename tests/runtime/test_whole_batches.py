@@ -173,7 +173,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"microbatches": 0}, "microbatches is 0, must be a whole number 1..1000000"),
     ({"microbatches": 2.0}, "microbatches is 2.0, must be a whole number"),
     ({"kwargs": {"mask": rows(5)}}, "inputs has 4 rows (dimension 0) and kwargs['mask'] 5"),
+    (
+        {"inputs": {"x": torch.ones(WIDTH, requires_grad=True) * X}},
+        "inputs['x'] was computed with gradients (MulBackward0), must be detached in a whole batch: its microbatches",
+    ),
 ]
+
+
+def test_what_was_computed_with_gradients_may_be_evaluated_and_a_leaf_gets_its_gradient() -> None:
+    leaf = X.clone().requires_grad_()
+    with rrfp.local(stages(1), loss_fn=loss_fn) as pipe:
+        known = pipe.evaluate(2 * leaf, X, microbatches=4).loss
+        assert known == pipe.evaluate(2 * X, X, microbatches=4).loss
+        pipe.step(leaf, X, microbatches=4)
+        assert leaf.grad is not None
+        pipe.step(2 * leaf, X, microbatches=1)
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])

@@ -54,7 +54,7 @@ def _is_direct(arguments: tuple[Any, ...]) -> bool:
 #: A node of the graph. torch types them loosely: their attributes depend on the operator.
 Node = Any
 
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
+ACCUMULATE = "torch::autograd::AccumulateGrad"
 #: The node of reentrant checkpointing, which runs a backward of its own and refuses `autograd.grad`.
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 #: The node of torch.compile: one for a whole compiled region.
@@ -89,7 +89,7 @@ class AutogradGraph:
         return cls(names, incoming, entered)
 
     def leaves(self) -> list[tuple[Node, Tensor]]:
-        return [(node, node.variable) for node, name in self.names.items() if name == _ACCUMULATE]
+        return [(node, node.variable) for node, name in self.names.items() if name == ACCUMULATE]
 
     def obstacle(self) -> str | None:
         """Why this graph cannot be split; None if it can."""
@@ -151,4 +151,4 @@ def _nothing(*_: object) -> None:
 
 def is_leaf(node: Node) -> bool:
     """Whether the node accumulates the gradient of a leaf."""
-    return bool(node.name() == _ACCUMULATE)
+    return bool(node.name() == ACCUMULATE)

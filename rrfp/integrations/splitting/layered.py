@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.activations import ActivationMeter, tensors_in
-from rrfp.compute.buffers import writes_buffers_in_forward
+from rrfp.compute.buffers import restored_buffers, writes_buffers_in_forward
 from rrfp.errors import ConfigError
 from rrfp.integrations.splitting.cuts import LayerCosts
 from rrfp.integrations.splitting.weights import Weights
@@ -86,23 +86,23 @@ class Layered(ABC):
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """All modules in eval mode: no dropout, no statistics written; what writes buffers all the same is undone."""
     modes = [(module, module.training) for model in models for module in model.modules()]
-    buffers = {id(buffer): buffer for model in models for buffer in model.buffers()}.values()
-    kept = [(buffer, buffer._version, buffer.clone()) for buffer in buffers if not buffer.is_inference()]
     for model in models:
         model.eval()
     try:
-        yield
+        with restored_buffers(models):
+            yield
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for buffer, version, values in kept:
-                if buffer._version != version:
-                    buffer.copy_(values)
 
 
 def check_hooks(model: nn.Module, *, only_backward: bool = False) -> None:
-    """Raise a ConfigError for hooks of a module that is cut."""
+    """Raise a ConfigError for hooks of a module that is cut, or a forward that was put in place of its class's."""
+    if not only_backward and "forward" in vars(model):
+        raise ConfigError(
+            f"model has a forward of its own on a {type(model).__name__} that is cut, must have it in a subclass or on "
+            "modules within a part: no part would call it as the whole does"
+        )
     forward = [] if only_backward else [*model._forward_hooks, *model._forward_pre_hooks]
     if forward or model._backward_hooks or model._backward_pre_hooks:
         which = "forward" if forward else "backward"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import chain, pairwise
 from operator import is_not
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -222,11 +224,14 @@ class _Follower(fx.Tracer):
         #: The tensors that it uses as they are, with torch's count of writes then.
         self._used: list[tuple[Tensor, int]] = []
         self._has_gradients = torch.is_grad_enabled()
+        #: Whether the forward draws random numbers outside submodules that are called as they are.
+        self.draws = False
 
     def follow(self, model: nn.Module) -> None:
         paths = {name[:end] for name in self._at for end, letter in enumerate(name) if letter == "."}
         before = {module: dict(vars(module)) for module in (model, *map(model.get_submodule, paths))}
         kept = [each for module in before for each in _containers(module)]
+        states = _random_states()
         try:
             with _symbols_in_factories(self), _contexts_refused(self):
                 self.trace(model)
@@ -238,6 +243,7 @@ class _Follower(fx.Tracer):
                 vars(module).clear()
                 vars(module).update(attributes)
             written = [each.restored() for each in kept if each.is_written]
+        self.draws = _random_states() != states
         if written:
             raise TypeError(written[0])
         for module, attributes in after.items():
@@ -309,14 +315,17 @@ class _Follower(fx.Tracer):
             self._values = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
         values = self._values.env
         self._is_computing = True
+        own, numpys = random.getstate(), np.random.get_state()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng():
                 for each in self.graph.nodes:
                     if each not in values and (self._has_values or each in needed):
                         is_input = each.op == "placeholder"
                         values[each] = self._given[str(each.target)] if is_input else self._values.run_node(each)
         finally:
             self._is_computing = False
+            random.setstate(own)
+            np.random.set_state(numpys)
         return values[node]
 
 
@@ -358,18 +367,20 @@ def _checked(model: Any, at: Any) -> tuple[str, ...]:
 
 
 def _followed(model: nn.Module, at: Sequence[str], sample: Sample | None) -> _Follower:
-    """The forward, which must be the same in training and evaluation."""
+    """The forward, which must be the same in training with gradients and in evaluation without."""
     given = _given(model, sample)
     with torch.random.fork_rng(), evaluating(model):
-        followed = _Follower(at, given, sample is not None)
         try:
-            followed.follow(model)
-            if copied := {str(node.target) for node in _written(followed.graph.nodes)} & followed.constants.keys():
-                followed = _Follower(at, given, sample is not None, followed.decisions, copied)
+            with torch.no_grad():
+                followed = _Follower(at, given, sample is not None)
                 followed.follow(model)
-            training = _Follower(at, given, sample is not None, followed.decisions, copied)
-            model.train()
-            training.follow(model)
+                if copied := {str(node.target) for node in _written(followed.graph.nodes)} & followed.constants.keys():
+                    followed = _Follower(at, given, sample is not None, followed.decisions, copied)
+                    followed.follow(model)
+            with torch.enable_grad():
+                training = _Follower(at, given, sample is not None, followed.decisions, copied)
+                model.train()
+                training.follow(model)
         except Exception as error:
             text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{_line_of(error)}"
             raise ConfigError(
@@ -420,6 +431,18 @@ def _check_modes(model: nn.Module, followed: _Follower, training: _Follower) -> 
                 f"model is a {type(model).__name__} whose forward makes random numbers of its own, of a shape that "
                 f"does not depend on its inputs: {_BY_HAND}"
             )
+
+    if followed.draws or training.draws:
+        raise ConfigError(
+            f"model is a {type(model).__name__} whose forward draws random numbers by itself, which its parts would "
+            f"have as they were drawn once: {_BY_HAND}"
+        )
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Of Python, numpy and torch, to be compared."""
+    numpys: Any = np.random.get_state()
+    return random.getstate(), numpys[1].tobytes(), numpys[2:], torch.get_rng_state().numpy().tobytes()
 
 
 def _check_order(model: nn.Module, at: Sequence[str], followed: _Follower) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from rrfp.compute.buffers import restored_buffers
 from rrfp.errors import PipelineAborted
 
 #: Names a region for profilers. That of ``torch.profiler`` takes several microseconds also while none runs.
@@ -113,6 +114,8 @@ class TorchSchedule(PipelineScheduleMulti):
                 # Or DDP would take the first backward of the step for the one behind this forward, and reduce in it.
                 if isinstance(stage.submod, DistributedDataParallel):
                     stack.enter_context(stage.submod.no_sync())
+            # On later ranks torch calls the modules with memory that nobody has filled.
+            stack.enter_context(restored_buffers(stage.submod for stage in self._stages))
             self._initialize_stages(args, kwargs, target, loss_kwargs)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):

@@ -289,7 +289,7 @@ class StepPlanner:
         is_uncut = self.model is None and isinstance(kwargs, Mapping) and any(type(key) is str for key in kwargs)
         named = _named_inputs(request.inputs, self.model) | _named_targets(request.targets, self.model)
         named |= {"kwargs": kwargs} if is_uncut else _named_kwargs(kwargs, self.stages, self.model)
-        batches = WholeBatches(named, request.microbatches)
+        batches = WholeBatches(named, request.microbatches, trains=request.mode is Mode.TRAIN)
         cut = {field: batches.replaced(field, values) for field, values in fields.items()}
         is_mean = request.weights is None and self.reduction == "mean"
         return replace(request, **cut, weights=batches.weights() if is_mean else request.weights)

@@ -22,9 +22,11 @@ class WholeBatches:
     value is left as it is.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], microbatches: int) -> None:
+    def __init__(self, arguments: Mapping[str, Any], microbatches: int, *, trains: bool) -> None:
         whole = {name: value for name, value in arguments.items() if _is_whole(name, value, microbatches)}
         leaves = [leaf for name, value in whole.items() for leaf in _leaves(name, value)]
+        if trains and microbatches > 1:
+            _check_no_history(leaves)
         self._rows = _rows(leaves, microbatches) if whole else 0
         self._microbatches = microbatches
         self.pieces = {name: _cut(value, microbatches) for name, value in whole.items()}
@@ -100,6 +102,17 @@ def _obstacle(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
     return "a scalar" if tensor.dim() == 0 else None
+
+
+def _check_no_history(leaves: Sequence[tuple[str, Tensor]]) -> None:
+    """The first backward would free what those of the other pieces need."""
+    for path, tensor in leaves:
+        if tensor.grad_fn is not None:
+            raise ConfigError(
+                f"{path} was computed with gradients ({tensor.grad_fn.name()}), must be detached in a whole batch: its "
+                "microbatches would share one history; compute it under torch.no_grad(), or pass a list whose entries "
+                "are computed one by one"
+            )
 
 
 def _rows(leaves: Sequence[tuple[str, Tensor]], microbatches: int) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integrations.torch_parts import CPU, WIDTH, Rank, batch, blocks, loss_fn, only
+from integrations.torch_parts import CPU, WIDTH, Block, Rank, batch, blocks, loss_fn, only
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from rrfp.integrations.torch import ScheduleRRFP
@@ -25,6 +26,27 @@ def forward_only() -> None:
         else:
             assert output is None
     assert all(parameter.grad is None for module in rank.modules.values() for parameter in module.parameters())
+    rank.schedule.close()
+
+
+class Normed(Block):
+    """Writes running statistics in every forward of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(self.norm(x), scale)
+
+
+def statistics_are_those_of_the_microbatches() -> None:
+    """torch calls each module once more before the first step, on later ranks with whatever lies in memory."""
+    rank = Rank(2, 4, make=Normed)
+    rank.steps(2)
+    for v, module in rank.modules.items():
+        for own, other in zip(module.buffers(), rank.reference.modules[v].buffers(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=0)
     rank.schedule.close()
 
 
