@@ -8,7 +8,7 @@ forwards, and of a parameter anywhere. docs/determinism.md lists the writes that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import NamedTuple
@@ -36,24 +36,6 @@ _Key = tuple[nn.Module, str]
 def writes_buffers_in_forward(module: nn.Module) -> bool:
     """Whether a submodule writes buffers in forward, as batch norms do."""
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in module.modules())
-
-
-@contextmanager
-def restored_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards the buffers have the values from before, whatever forwards within have written."""
-    parts = {part for module in modules for part in module.modules()}
-    every = [(part, name, each) for part in parts for name, each in part._buffers.items() if each is not None]
-    with torch.no_grad():
-        # All: torch does not count the writes of running statistics.
-        kept = [(part, name, each, None if each.is_inference() else each.clone()) for part, name, each in every]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for part, name, buffer, values in kept:
-                part._buffers[name] = buffer
-                if values is not None:
-                    buffer.copy_(values)
 
 
 class BufferMemory:

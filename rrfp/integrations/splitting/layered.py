@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rrfp.compute.activations import ActivationMeter, tensors_in
-from rrfp.compute.buffers import restored_buffers, writes_buffers_in_forward
+from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.errors import ConfigError
+from rrfp.integrations.kept_buffers import restored_buffers
 from rrfp.integrations.splitting.cuts import LayerCosts
 from rrfp.integrations.splitting.weights import Weights
 
