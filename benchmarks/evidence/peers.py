@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.evidence.results import MARK, NOTHING, PEERS, PEERS_AGAIN, PEERS_FULL_8, markdown, missing, read
+from benchmarks.evidence.results import MARK, NOTHING, PEERS, PEERS_AGAIN, PEERS_ON_ANOTHER_DAY, markdown, missing, read
 from benchmarks.peers.aims import (
     BEHIND,
     CPU,
@@ -223,8 +223,8 @@ def twice(root: Path) -> str:
 
 
 def on_another_day(root: Path) -> str:
-    """The same cells and methods of the full comparison beside the first run of the headline."""
-    return _beside_first(root, PEERS_FULL_8)
+    """A run of the headline on another day beside the first."""
+    return _beside_first(root, PEERS_ON_ANOTHER_DAY)
 
 
 def _beside_first(root: Path, other: str) -> str:

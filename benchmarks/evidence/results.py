@@ -12,6 +12,7 @@ PARITY = "benchmarks/parity/results.json"
 MECHANISMS = "benchmarks/mechanisms/results.json"
 PEERS = "benchmarks/peers/results/headline.json"
 PEERS_AGAIN = "benchmarks/peers/results/headline-2.json"
+PEERS_ON_ANOTHER_DAY = "benchmarks/peers/results/headline-3.json"
 PEERS_FULL_8 = "benchmarks/peers/results/full-8.json"
 PEERS_FULL_4 = "benchmarks/peers/results/full-4.json"
 HINTS = "benchmarks/hints/results.json"
@@ -25,6 +26,7 @@ COMMANDS = {
     MECHANISMS: f"python benchmarks/mechanisms/run.py --json {MECHANISMS}",
     PEERS: f'make peers ARGS="--headline --json {PEERS}"',
     PEERS_AGAIN: f'make peers ARGS="--headline --json {PEERS_AGAIN}"',
+    PEERS_ON_ANOTHER_DAY: f'make peers ARGS="--headline --json {PEERS_ON_ANOTHER_DAY}"',
     PEERS_FULL_8: f'make peers ARGS="--full --stages 8 --minutes 0 --json {PEERS_FULL_8}"',
     PEERS_FULL_4: f'make peers ARGS="--full --stages 4 --minutes 0 --json {PEERS_FULL_4}"',
     HINTS: f"python benchmarks/hints/run.py --profile llm --json {HINTS}",

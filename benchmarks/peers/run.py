@@ -14,10 +14,10 @@ jitter, J3 with the most. M is 32. DeepSpeed neither reduces gradients nor steps
 zero-bubble's repository is left out: it defers weight gradients in a CUDA kernel alone (fused_weight_gradient_mlp_cuda)
 and measures memory on CUDA devices, so it does not run on a CPU; torch's ZBV is the schedule of its paper.
 
---headline, the default, takes 13 minutes: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds. --full: PP 8 and
-4, also zipf and moe, and all methods, about two hours; after an interruption it goes on, and called again it
-measures once more what lacks undisturbed steps; the others do so with --resume and --minutes. The other options choose
-parts; an unknown name prints all methods.
+--headline, the default, takes 11 minutes on slow cores: PP 8, llm and mllm, J0 and J3, eleven methods, five rounds.
+--full: PP 8 and 4, also zipf and moe, and all methods, about two hours; after an interruption it goes on, and called
+again it measures once more what lacks undisturbed steps; the others do so with --resume and --minutes. The other
+options choose parts; an unknown name prints all methods.
 
 --minutes N: begins no round after N minutes; the rounds so far are kept, and the next call goes on. It reports once no
 cell lacks steps. --minutes 0 measures nothing, and reports the cells that lack none: minutes of computation for --full.

@@ -46,7 +46,12 @@ def run_turns(
     prepare: Callable[[Turn], None] = lambda turn: None,
 ) -> None:
     """Run all methods to the end; ``prepare`` is called before each step, outside its time."""
+    is_warm = False
     for turn in settings.turns():
+        if turn.number and not is_warm:
+            is_warm = True
+            gc.collect()
+            gc.freeze()  # or every collection between steps looks at all that the systems have set up: a second each
         table, modules = settings.table(turn), stages.of(settings.METHODS[turn.method].form)
         prepare(turn)
         stages.log.open_step()

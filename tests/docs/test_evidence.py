@@ -21,6 +21,7 @@ from benchmarks.evidence.results import (
     PEERS,
     PEERS_AGAIN,
     PEERS_FULL_8,
+    PEERS_ON_ANOTHER_DAY,
     REPLICAS,
 )
 from benchmarks.evidence.sentences import less
@@ -160,7 +161,7 @@ def test_of_another_day_the_cells_of_both_runs_stand_beside_each_other(tmp_path:
     first = [measured("torch 1F1B", 1.2), measured("n", 1.0, f1b=(0.83, 0.8))]
     second = [{**row, "cpu_ms_task": 3 * row["cpu_ms_task"]} for row in (*first, measured("V, n", 0.9))]
     write(tmp_path, PEERS, run_of(*first, began="2026-01-02 03:04 UTC"))
-    write(tmp_path, PEERS_FULL_8, run_of(*second, asked=16, days=["2026-01-03", "2026-01-04"]))
+    write(tmp_path, PEERS_ON_ANOTHER_DAY, run_of(*second, days=["2026-01-03", "2026-01-04"]))
     text = BLOCKS["peers-another-day"](tmp_path)
     assert "The first run began at 2026-01-02 03:04 UTC, the second on 2026-01-03 and 2026-01-04." in text
     assert "| PP 8, llm, J3 | 3.00 | 1.000 (1.000 to 1.000) | 2 of 2 | 1.000 (1.000 to 1.000) | 1 of 1 |" in text
