@@ -117,18 +117,40 @@ def named_or_loaded(field: str, text: str) -> Any:
         raise ConfigError(f"{field} is {text!r}: {home!r} has no attribute {attribute!r}") from None
 
 
-def _from_path(name: str) -> ModuleType:
+def _look_in_working_directory() -> None:
     # A console script's path begins with the script's own folder; `python -m` would have the working directory there.
     if "" not in sys.path:
         sys.path.insert(0, "")
+
+
+def _from_path(name: str) -> ModuleType:
+    _look_in_working_directory()
     return importlib.import_module(name)
 
 
+#: The names of modules that came from a file by its path; a later file may have the same.
+_loaded_files: set[str] = set()
+
+
+def _origin_of(name: str) -> str | None:
+    """Where a module of this name is, or would be imported from; None if there is none."""
+    try:
+        spec = sys.modules[name].__spec__ if name in sys.modules else importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a name with dots
+        return None
+    return None if spec is None else str(Path(spec.origin).resolve()) if spec.has_location and spec.origin else name
+
+
 def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    _look_in_working_directory()
+    name = path.stem
+    if name not in _loaded_files and (origin := _origin_of(name)) not in (None, str(path.resolve())):
+        raise ConfigError(f"its module would take the place of {name} ({origin}), must have another name")
+    _loaded_files.add(name)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a name that ends in .py has a loader"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

@@ -248,6 +248,8 @@ class EventSaver:
         self._topology = topology
         self._core = core
         self._has_tried = False
+        #: See `StageRunner.job`; known once all ranks have met.
+        self.job: str | None = None
 
     def __call__(self, why: str) -> None:
         """Write the log as it is now; ``why`` says what has happened."""
@@ -256,7 +258,7 @@ class EventSaver:
             return
         name, stage = self._topology.name, self._topology.stage
         try:
-            path = write_event_log(self._folder, self._topology, self._core, why)
+            path = write_event_log(self._folder, self._topology, self._core, why, self.job)
         except ConfigError as error:
             logger.warning("%s has not written its event log: %s", name, error, stage=stage)
         else:

@@ -118,6 +118,7 @@ class StageRunner:
         agreement = context.settings.agreement
         async with self.abort.during("the start"):
             agreements = await self.health.meet(agreement)
+            context.save_events.job = self.job
         agreement.check(agreements)
 
     async def step(self, plan: StepPlan) -> StepResult:

@@ -1,6 +1,6 @@
 """The event log of a rank as a file: the events of its core in the current and the last step, and its state then.
 
-    {"rrfp events": 1, "rank": 1, "mesh": {...}, "why": "...", "stage": 1, "graph": {...}, ...}
+    {"rrfp events": 1, "rank": 1, "mesh": {...}, "job": "...", "why": "...", "stage": 1, "graph": {...}, ...}
     {"known": {"step": 6, ...}, "open": true, "order": null}     a step begins: what the core knew before it
     ["StepOpened", 6, "train", 4, null, null, null, null, null, null] an event: its name, and its fields in order
     ["Arrived", [6, "train", 4], "F0@0", 4096, null]
@@ -38,7 +38,7 @@ from rrfp.model.placement import Placement, TablePlacement
 from rrfp.model.tasks import Kind, Mode, StepId, Task
 from rrfp.model.topology import Topology
 from rrfp.model.visits import Visits
-from rrfp.plain import flag, number, shown, text, whole
+from rrfp.plain import flag, number, or_none, shown, text, whole
 from rrfp.schedules.executed import ExecutedSchedule
 
 FORMAT, VERSION = "rrfp events", 1
@@ -81,6 +81,8 @@ class EventLog:
     """What a rank wrote."""
 
     topology: Topology
+    #: Names the pipeline among all that run at any time, equal on all its ranks; None before they have met.
+    job: str | None
     #: What happened then, in words.
     why: str
     recording: Recording
@@ -103,14 +105,16 @@ def make_log_folder(folder: str | os.PathLike[str]) -> None:
         raise ConfigError(f"event_log is {os.fspath(folder)!r}: cannot be written to (not allowed)")
 
 
-def write_event_log(folder: str | os.PathLike[str], topology: Topology, core: StageCore, why: str) -> Path:
+def write_event_log(
+    folder: str | os.PathLike[str], topology: Topology, core: StageCore, why: str, job: str | None = None
+) -> Path:
     """Write what ``core`` has kept; a ConfigError if that is impossible."""
     path = log_path(folder, topology.rank)
-    write_atomically(path, (f"{json.dumps(line)}\n" for line in _lines(topology, core, why)))
+    write_atomically(path, (f"{json.dumps(line)}\n" for line in _lines(topology, core, why, job)))
     return path
 
 
-def _lines(topology: Topology, core: StageCore, why: str) -> Iterator[Any]:
+def _lines(topology: Topology, core: StageCore, why: str, job: str | None) -> Iterator[Any]:
     recording, numbers = Recording.of(core), dict[Hashable, int]()
 
     def numbered(signature: Hashable) -> int | None:
@@ -132,7 +136,7 @@ def _lines(topology: Topology, core: StageCore, why: str) -> Iterator[Any]:
         return {"step": known.step, "measured": measured, "sizes": sizes, "early": [*map(plain_event, known.early)]}
 
     where = {"rank": topology.rank, "mesh": asdict(topology.mesh)}
-    yield {FORMAT: VERSION, **where, "why": why, **_plain_core(recording)}
+    yield {FORMAT: VERSION, **where, "job": job, "why": why, **_plain_core(recording)}
     for step in recording.steps:
         yield {"known": plain_known(step.known), "open": step.is_open, "order": step.order}
         yield from map(plain_event, step.events)
@@ -202,7 +206,8 @@ def read_event_log(path: str | os.PathLike[str]) -> EventLog:
         if state is None:
             raise ValueError("the log ends before the state")
         line = 0
-        return EventLog(_topology(head), text("why", head["why"]), _recording(head, tuple(steps)), state)
+        topology, job = _topology(head), or_none(text, "job", head.get("job"))
+        return EventLog(topology, job, text("why", head["why"]), _recording(head, tuple(steps)), state)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read ({error.strerror or error})") from None
     except KeyError as error:
@@ -345,6 +350,11 @@ def read_executed(folder: str | os.PathLike[str], topology: Topology | None = No
     for stage, log in enumerate(logs):
         if log.recording.graph != logs[0].recording.graph:
             raise ConfigError(f"replay {name}: the logs of stages 0 and {stage} are of different pipelines")
+        if log.job != logs[0].job:
+            raise ConfigError(
+                f"replay {name}: the logs of stages 0 and {stage} are of different runs, must be of one: a killed rank "
+                "leaves that of an earlier run"
+            )
     steps = [_training_steps(log) for log in logs]
     newest = _newest_whole(name, logs, steps)
     opened = [step for step, _ in (own[newest] for own in steps)]

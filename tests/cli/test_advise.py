@@ -12,6 +12,7 @@ from cli.shell import rrfp
 from rrfp.costs import make_costs
 from rrfp.lab.simulation import simulate
 from rrfp.trace.chrome import ChromeRun, write_runs
+from rrfp.trace.job_data import TracedJob
 
 
 @pytest.fixture
@@ -88,3 +89,17 @@ def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path, text: str | None, m
     result = rrfp("advise", path)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert message in result.stderr
+
+
+def test_options_that_differ_from_the_trace_are_told(tmp_path: Path) -> None:
+    steps = [make_costs("mllm", 3, 6, step=step, latency="constant") for step in range(8)]
+    traces = [simulate(table, hint="bf", limit="1f1b").result.trace(number) for number, table in enumerate(steps)]
+    other_data = {"job": TracedJob("bf", "1f1b", None).to_plain()}
+    write_runs(tmp_path / "t.json", [ChromeRun("job", range(3), traces, 0.0)], other_data)
+    plain = rrfp("advise", tmp_path / "t.json", "--hint", "bf", "--limit", "1f1b").stdout
+    assert "although" not in plain
+    other = rrfp("advise", tmp_path / "t.json", "--hint", "f-priority", "--limit", "n").stdout
+    assert "  hint f-priority (--hint), although the trace says that the job had bf\n" in other
+    assert "  limit n (--limit), although the trace says that the job had 1f1b\n" in other
+    strict = rrfp("advise", tmp_path / "t.json", "--strict", "gpipe").stdout
+    assert "  strict gpipe (--strict), although the trace says no strict\n" in strict

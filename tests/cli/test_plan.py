@@ -45,6 +45,17 @@ def test_it_prints_a_table_the_best_first_and_writes_the_plan(trace: Path, tmp_p
     assert (plan.stages, plan.chunks, plan.cuts) == (3, 1, None)
 
 
+def test_without_a_plan_the_file_stays_and_the_exit_code_is_1(tmp_path: Path) -> None:
+    steps = [make_costs("mllm", 3, 6, step=step, latency="constant", sized=True) for step in range(8)]
+    write_chrome(tmp_path / "t.json", [simulate(each, hint="bf").result.trace(n) for n, each in enumerate(steps)])
+    out = tmp_path / "plan.json"
+    out.write_text("old")
+    result = rrfp("plan", tmp_path / "t.json", "--memory", "1B", "--out", out)
+    assert (result.exit_code, result.stderr) == (1, f"{out} is not written: no plan was found\n")
+    assert out.read_text() == "old"
+    assert rrfp("plan", tmp_path / "t.json", "--memory", "1B").exit_code == 0
+
+
 def test_json_is_the_file(trace: Path, tmp_path: Path) -> None:
     result = rrfp("plan", trace, "--microbatches", "12, 6", "--out", tmp_path / "plan.json", "--json")
     assert json.loads(result.stdout) == json.loads((tmp_path / "plan.json").read_text())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -271,3 +273,64 @@ def test_missing_matplotlib_is_one_line(costs: Path, tmp_path: Path, monkeypatch
     result = rrfp("simulate", "--costs", costs, "--hint", "bf", "--timeline", tmp_path / "t.png")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "pip install 'rrfp[plot]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--strict", "order.csv", "--trace", "order.csv"), "order.csv"),
+        (("--hint", "bf", "--sizes", "sizes.json", "--trace", "sizes.json"), "sizes.json"),
+        (("--hint", "own_hint.py:Own", "--trace", "own_hint.py"), "own_hint.py"),
+        (("--hint", "bf", "--trace", "costs.json"), "costs.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "sweep"])
+def test_what_a_command_reads_is_not_written_over(
+    costs: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: tuple[str, ...], name: str
+) -> None:
+    monkeypatch.chdir(costs.parent)
+    for other, text in {"order.csv": "x", "sizes.json": "[1, 2, 3, 4, 5, 6, 7, 8]"}.items():
+        Path(other).write_text(text)
+    Path("own_hint.py").write_text("from rrfp.hints.priorities import BackwardForward as Own\n")
+    before = Path(name).read_bytes()
+    if command == "sweep":
+        words = tuple("--csv" if word == "--trace" else word for word in words)
+    result = rrfp(command, "--costs", "costs.json", *words)
+    assert result.exit_code == 2
+    assert f"{name}: is read by this command, must be another file to be written" in result.stderr
+    assert Path(name).read_bytes() == before
+
+
+def test_one_file_for_two_outputs_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = rrfp("simulate", "--profile", "multimodal", "--trace", out, "--save-costs", out)
+    assert (result.exit_code, result.stderr.count("\n"), out.exists()) == (2, 1, False)
+    assert f"{out}: is written twice by this command, must be a file of one option" in result.stderr
+
+
+def test_sizes_may_come_from_a_pipe(costs: Path) -> None:
+    """They are read once, whatever asks for them."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as file:
+        file.write("[1, 2, 3, 4, 5, 6, 7, 8]")
+    try:
+        result = rrfp("simulate", "--costs", costs, "--hint", "slot-aware-pyramid", "--sizes", f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_a_plugin_of_a_file_finds_its_neighbours_and_hides_no_module(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = costs.parent
+    monkeypatch.chdir(folder)
+    (folder / "neighbour_of_hint.py").write_text("from rrfp.hints.priorities import BackwardForward as Base\n")
+    for name in ("hint_with_neighbour", "statistics"):
+        (folder / f"{name}.py").write_text("from neighbour_of_hint import Base\n\nclass Own(Base):\n    pass\n")
+    for _ in range(2):
+        assert rrfp("simulate", "--costs", costs, "--hint", "hint_with_neighbour.py:Own").exit_code == 0
+    result = rrfp("simulate", "--costs", costs, "--hint", "statistics.py:Own")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "its module would take the place of statistics (" in result.stderr
+    assert statistics.__file__ in result.stderr

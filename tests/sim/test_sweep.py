@@ -242,9 +242,24 @@ def test_a_csv_file_reads_back_bitwise(rows: tuple[SweepRow, ...], tmp_path: Pat
 def test_a_csv_file_is_complete_after_every_row(rows: tuple[SweepRow, ...], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     with SweepFile(path) as file:
-        assert path.read_text() == ",".join(COLUMNS) + "\n"
+        for count, row in enumerate(rows[:2], 1):
+            file.add(row)
+            head, *lines = path.read_text().splitlines()
+            assert (head, len(lines)) == (",".join(COLUMNS), count)
+
+
+def test_the_first_row_replaces_an_older_file_and_without_one_nothing_changes(
+    rows: tuple[SweepRow, ...], tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    old.write_text("precious\n")
+    for path in (old, new):
+        with SweepFile(path):
+            pass
+    assert (old.read_text(), new.exists()) == ("precious\n", False)
+    with SweepFile(old) as file:
         file.add(rows[0])
-        assert path.read_text().count("\n") == 2
+    assert old.read_text().startswith(f"{','.join(COLUMNS)}\n")
 
 
 def test_a_csv_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -263,8 +278,9 @@ def test_a_cost_file_that_changed_is_read_again(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_whole_rows_or_no_file(rows: tuple[SweepRow, ...], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    with largest_file(10), pytest.raises(ConfigError, match=r"rows\.csv: cannot be written \(File too large\)$"):
-        SweepFile(path)
+    full = pytest.raises(ConfigError, match=r"rows\.csv: cannot be written \(File too large\)$")
+    with largest_file(10), SweepFile(path) as file, full:
+        file.add(rows[0])
     assert not path.exists()
     with SweepFile(path) as file:
         file.add(rows[0])

@@ -134,6 +134,12 @@ class Adviser:
                 self._unsaid.append(f"hint {DEFAULT_HINT}: the trace does not say how the job ran (--hint, --strict)")
             if wishes.limit is None and wishes.strict is None:
                 self._unsaid.append(f"limit {DEFAULT_LIMIT}: the trace does not say which one the job had (--limit)")
+        else:
+            for option in ("hint", "strict", "limit"):
+                wish, said = getattr(wishes, option), getattr(job, option)
+                if wish is not None and str(wish) != str(said):
+                    told = f"that the job had {said}" if said is not None else f"no {option}"
+                    self._unsaid.append(f"{option} {wish} (--{option}), although the trace says {told}")
         if wishes.strict is not None:
             job = replace(job, hint=None, limit=None, strict=wishes.strict)
         elif wishes.hint is not None or wishes.limit is not None:

@@ -110,6 +110,25 @@ def check_output(path: Path, *inputs: str | Path) -> None:
         raise ConfigError(f"{path}: cannot be written (no such folder, or not allowed)")
 
 
+def check_outputs(given: Given, *paths: Path | None) -> None:
+    """`check_output` of every path, with the files that ``given`` names; no two paths may be the same file."""
+    outputs = [path for path in paths if path is not None]
+    with Faults() as faults:
+        for index, path in enumerate(outputs):
+            with faults.kept():
+                check_output(path, *_files_in(given))
+                if path.resolve() in {other.resolve() for other in outputs[:index]}:
+                    raise ConfigError(f"{path}: is written twice by this command, must be a file of one option")
+
+
+def _files_in(given: Given) -> Iterator[str]:
+    """The files that the values of options name: alone, in a list, or as ``file.py:attribute``."""
+    for value in given.values():
+        for text in value if isinstance(value, list) else [value]:
+            for part in [text, *text.split(",")] if isinstance(text, str) else ():
+                yield from (path for path in (part, part.rpartition(":")[0]) if path and Path(path).is_file())
+
+
 def options_of(cls: type[Any], panel: str) -> list[Parameter]:
     return [_option(cls, each, panel) for each in fields(cls) if each.metadata]
 

@@ -84,6 +84,9 @@ def plan(
             typer.echo(f"\nwrote plan 1 to {out}")
     if plans.is_interrupted:
         raise KeyboardInterrupt
+    if out is not None and plans.best is None:
+        typer.echo(f"{out} is not written: no plan was found", err=True)
+        raise typer.Exit(1)
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ from rrfp.lab.commands.options import (
     MethodCommand,
     TimelineFile,
     To,
-    check_output,
     check_tasks,
     checked_window,
     option,
@@ -122,10 +121,8 @@ def simulate(
                 check_tasks(tasks, f"{instead} for Perfetto")
         with faults.kept():
             window = checked_window(timeline, from_ms, to_ms)
-        for path in (trace, save_costs):
-            if path is not None:
-                with faults.kept():
-                    check_output(path, *([] if costs is None else [costs]))
+        with faults.kept():
+            options.check_outputs(given, trace, save_costs)
     experiment = Experiment(workload, method)
     options.warn_of_serial_chunks([experiment])
     if save_costs is not None:

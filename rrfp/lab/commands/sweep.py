@@ -213,6 +213,8 @@ def sweep(
             methods = options.methods_of(given)
         with faults.kept():
             workloads = _profiles(given) if given["costs"] is None else _files(given)
+        with faults.kept():
+            options.check_outputs(given, csv)
     experiments = [Experiment(workload, method) for workload in workloads for method in methods]
     if plot is not None:
         _check_plot(plot, experiments)
@@ -298,7 +300,7 @@ def _run(
         try:
             result = run_sweep(experiments, jobs=jobs, progress=on_outcome)
         except KeyboardInterrupt:
-            if file is not None:
+            if file is not None and file.rows:
                 typer.echo(f"{csv} has the first {file.rows} of {num_asked} runs", err=True)
             raise
     if not result.rows:

@@ -138,20 +138,24 @@ COLUMNS = tuple(field.name for field in fields(SweepRow))
 
 
 class SweepFile:
-    """A CSV file of rows, always complete up to the last one."""
+    """A CSV file of rows, always complete up to the last one. The first row replaces what the file had before."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._is_new = not os.path.lexists(path)
         try:
-            self._file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115, closed by __exit__
+            self._file = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115, closed by __exit__
         except OSError as error:
             raise ConfigError(f"{os.fspath(path)}: cannot be written ({error.strerror or error})") from None
         self.rows = 0
         self._writer = csv.writer(self._file, lineterminator="\n")
-        self._write(COLUMNS)
 
     def add(self, row: SweepRow) -> None:
         """Write one row through to the file; numbers read back bitwise."""
         with no_interrupt():
+            if self.rows == 0:
+                if Path(self._file.name).is_file():
+                    os.truncate(self._file.fileno(), 0)
+                self._write(COLUMNS)
             self._write([text_of(getattr(row, column)) for column in COLUMNS])
             self.rows += 1
 
@@ -172,6 +176,8 @@ class SweepFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if self.rows == 0 and self._is_new:
+            Path(self._file.name).unlink(missing_ok=True)
 
 
 def _source_of_sizes(experiment: Experiment) -> str | None:

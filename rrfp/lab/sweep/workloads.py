@@ -133,22 +133,18 @@ class CostFile:
 
     def costs(self, *, sized: bool = False) -> CostTable:
         """``sized`` or not: with bytes if the file has them."""
-        from rrfp.costs.files import read_costs
-
-        try:
-            file = os.stat(self.costs_file)
-        except OSError:
-            return read_costs(self.costs_file)  # which says what is wrong
-        return _read(self.costs_file, (file.st_ino, file.st_mtime_ns, file.st_size))
+        return _read(self.costs_file, _version(self.costs_file))
 
     def sizes(self) -> Sequence[float] | None:
         """How large each microbatch is; None: untold."""
-        from rrfp.lab.simulation import planned_sizes, read_sizes
+        from rrfp.lab.simulation import planned_sizes
 
         costs = self.costs()
         if self.sizes_from is None:
             return costs.sizes
-        return planned_sizes(costs) if self.sizes_from == PLANNED else read_sizes(self.sizes_from, costs.microbatches)
+        if self.sizes_from == PLANNED:
+            return planned_sizes(costs)
+        return _read_sizes(self.sizes_from, costs.microbatches, _version(self.sizes_from))
 
     @property
     def chunks(self) -> int:
@@ -195,12 +191,29 @@ def _made(workload: Workload, *, sized: bool = False) -> CostTable:
     return make_costs(**_values(workload, but="tp"), sized=sized)
 
 
+def _version(path: str) -> tuple[int, ...] | None:
+    """Another one when the file has changed; None where it cannot be read, which its reader says."""
+    try:
+        file = os.stat(path)
+    except OSError:
+        return None
+    return file.st_ino, file.st_mtime_ns, file.st_size
+
+
 @lru_cache(maxsize=2)
-def _read(path: str, version: tuple[int, ...]) -> CostTable:
+def _read(path: str, version: tuple[int, ...] | None) -> CostTable:
     """The file, read once for all methods, again when it changes."""
     from rrfp.costs.files import read_costs
 
     return read_costs(path)
+
+
+@lru_cache
+def _read_sizes(path: str, microbatches: int, version: tuple[int, ...] | None) -> tuple[float, ...]:
+    """The same."""
+    from rrfp.lab.simulation import read_sizes
+
+    return read_sizes(path, microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
