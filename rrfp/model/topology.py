@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rrfp.errors import ConfigError
 from rrfp.model.mesh import PIPELINE, Mesh, MeshPosition, check_sizes
+from rrfp.plain import whole
 
 #: Stands for the mesh with one rank a stage until the number of stages is known.
 _ONE_RANK_A_STAGE: Any = None
@@ -43,16 +44,13 @@ class Topology:
     mesh: Mesh = _ONE_RANK_A_STAGE
 
     def __post_init__(self) -> None:
-        if type(self.stages) is not int or self.stages < 1:
-            raise ConfigError(f"stages is {self.stages!r}, must be at least 1")
+        object.__setattr__(self, "stages", whole("stages", self.stages, 1))
         if self.mesh is _ONE_RANK_A_STAGE:
             object.__setattr__(self, "mesh", Mesh(((PIPELINE, self.stages),)))
         if self.mesh.stages != self.stages:
             raise ConfigError(f"stages is {self.stages}, must be the mesh's: {self.mesh.stages}")
         for field, size in (("stage", self.stages), ("replica", self.replicas), ("member", self.members)):
-            value = getattr(self, field)
-            if type(value) is not int or not 0 <= value < size:
-                raise ConfigError(f"{field} is {value!r}, must be 0..{size - 1}")
+            object.__setattr__(self, field, whole(field, getattr(self, field), 0, size - 1))
 
     @property
     def replicas(self) -> int:

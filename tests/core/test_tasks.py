@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 from core_script import T
 
@@ -98,12 +99,18 @@ def test_a_wrong_environment_is_named(environ: dict[str, str], message: str) -> 
 
 def test_a_topology_of_wrong_types_is_refused_by_field() -> None:
     wrong: Any = "0"
-    with pytest.raises(ConfigError, match=r"stage is '0', must be 0\.\.1"):
+    with pytest.raises(ConfigError, match=r"stage is '0', must be a whole number 0\.\.1"):
         Topology(wrong, 2)
-    with pytest.raises(ConfigError, match="stages is '0', must be at least 1"):
+    with pytest.raises(ConfigError, match="stages is '0', must be a whole number >= 1"):
         Topology(0, wrong)
     with pytest.raises(ConfigError, match=r"dims is \['pp'\], must be a dict with the size of each dim"):
         Topology.from_env({"RANK": "0", "WORLD_SIZE": "1"}, dims=["pp"])  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_plain_ones_in_a_topology() -> None:
+    place: Any = Topology(np.int64(1), np.int64(2))  # type: ignore[arg-type]
+    assert place == Topology(1, 2)
+    assert (type(place.stage), type(place.stages)) == (int, int)
 
 
 def test_the_chain_feeds_each_virtual_stage_from_the_one_before() -> None:

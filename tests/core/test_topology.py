@@ -99,9 +99,9 @@ def test_a_rank_outside_the_job_is_refused(dims: dict[str, int] | None) -> None:
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ({"stage": 2}, "stage is 2, must be 0..1"),
-        ({"replica": 3}, "replica is 3, must be 0..2"),
-        ({"member": -1}, "member is -1, must be 0..3"),
+        ({"stage": 2}, "stage is 2, must be a whole number 0..1"),
+        ({"replica": 3}, "replica is 3, must be a whole number 0..2"),
+        ({"member": -1}, "member is -1, must be a whole number 0..3"),
         ({"stages": 3}, "stages is 3, must be the mesh's: 2"),
     ],
 )
