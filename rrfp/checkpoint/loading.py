@@ -119,7 +119,7 @@ def load(
     asked = ranks.gather((sorted(contents.files(entries)), sorted(entries)))
     files = sorted(set[str]().union(*(names for names, _ in asked)))
     if ranks.rank == 0:
-        _tell_of_unread(saved, {_name(key) for _, keys in asked for key in keys})
+        _tell_of_unread(saved, {_model_name(key) for _, keys in asked for key in keys})
     with _unreadable(chosen), ranks.together(text):
         contents.check(files[ranks.rank :: len(places)])
     with _unreadable(chosen), failures(text, ranks):
@@ -193,7 +193,7 @@ def _wanted(saved: Saved, modules: Modules, optimizer: Optimizers, replica: int 
 
 
 def _tell_of_replicas(saved: Saved, theirs: int, ours: int) -> None:
-    names = sorted({_name(key) for key in saved if key.startswith(_REPLICAS)})
+    names = sorted({_model_name(key) for key in saved if key.startswith(_REPLICAS)})
     if names:
         text = (
             "%d buffer(s) differ between the %d data-parallel ranks of the checkpoint; the %d of this run take those "
@@ -203,13 +203,13 @@ def _tell_of_replicas(saved: Saved, theirs: int, ours: int) -> None:
 
 
 def _tell_of_unread(saved: Saved, read: set[str]) -> None:
-    names = sorted({_name(key) for key in saved if key.startswith(_MODEL)} - read)
+    names = sorted({_model_name(key) for key in saved if key.startswith(_MODEL)} - read)
     if names:
         text = "%d parameter(s) or buffer(s) of the checkpoint are in no rank's modules, and are left out: %s"
         logger.warning(text, len(names), ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 
-def _name(key: str) -> str:
+def _model_name(key: str) -> str:
     """Of a parameter or buffer, in the model; "" for another entry."""
     own = key.split(".", 2)[2] if key.startswith(_REPLICAS) else key
     return own.removeprefix(_MODEL) if own.startswith(_MODEL) else ""

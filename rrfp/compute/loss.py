@@ -73,7 +73,7 @@ def with_loss(modules: Mapping[int, nn.Module], losses: Mapping[int, LossFunctio
     }
 
 
-def tell_of_parameters(loss: Tensor, output: Any, modules: Iterable[nn.Module]) -> None:
+def warn_of_foreign_parameters(loss: Tensor, output: Any, modules: Iterable[nn.Module]) -> None:
     """Warn of parameters that a loss function, given ``output``, gives gradients to, and that ``modules`` lack."""
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     seen = {tensor.grad_fn for tensor in tensors_in(output)}

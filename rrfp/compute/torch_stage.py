@@ -23,7 +23,7 @@ from rrfp.compute.caller_context import CallerModes
 from rrfp.compute.calling import Arguments, check_batch, check_loss, check_placement, detached, requires_grad
 from rrfp.compute.gradients.adopted import AdoptedGradients
 from rrfp.compute.gradients.shared import SharedGradients
-from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, tell_of_parameters, with_loss
+from rrfp.compute.loss import LossFunction, class_name, losses_by_stage, warn_of_foreign_parameters, with_loss
 from rrfp.compute.payload import ABSENT, Payload
 from rrfp.compute.program import Batch, StageProgram
 from rrfp.compute.read_only import ReadOnly, Received, write_counter
@@ -489,7 +489,7 @@ class TorchStage(StageProgram):
         checked = check_loss(loss, m, differentiable=is_training and trains)
         if is_training and v in self._unseen_losses:
             self._unseen_losses.remove(v)
-            tell_of_parameters(checked, output, self._units.values())
+            warn_of_foreign_parameters(checked, output, self._units.values())
         return checked
 
     def _signature(self, m: int, v: int, arguments: Any) -> Hashable:

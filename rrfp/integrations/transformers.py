@@ -88,7 +88,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.clip_grad_norm_ = lambda parameters, max_norm, *_: self.pipe.clip_grad_norm_(max_norm)
-        leave_model(self.accelerator)
+        skip_model_preparation(self.accelerator)
         if self._group is not None:
             make_one_process(self.accelerator)
 
@@ -258,7 +258,7 @@ def as_one_process(args: TrainingArguments) -> TrainingArguments:
     return own
 
 
-def leave_model(accelerator: Accelerator) -> None:
+def skip_model_preparation(accelerator: Accelerator) -> None:
     """Let accelerate leave the model as it is: no part of it has the forward that accelerate gives the whole."""
 
     def prepare_model(model: nn.Module, **_: Any) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.layered import Layered, Sample, check_hooks
+from rrfp.integrations.splitting.layered import Layered, Sample, check_hooks_and_forward
 from rrfp.integrations.splitting.weights import Weights
 from rrfp.log import get_logger
 
@@ -251,7 +251,7 @@ class LayeredDecoder(Layered):
         self._layout = layout = DecoderLayout.of(model)
         self.model, base = model, model.base_model
         for each in (model, base):
-            check_hooks(each)
+            check_hooks_and_forward(each)
         self._base = next(name for name, module in model.named_modules() if module is base)
         head = [name for name in layout.head if self._base and hasattr(model, name)]
         self.before = [getattr(base, name) for name in layout.before]

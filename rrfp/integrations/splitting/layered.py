@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rrfp.compute.activations import ActivationMeter, tensors_in
 from rrfp.compute.buffers import writes_buffers_in_forward
 from rrfp.errors import ConfigError
-from rrfp.integrations.kept_buffers import restored_buffers
+from rrfp.integrations.buffers import restored_buffers
 from rrfp.integrations.splitting.cuts import LayerCosts
 from rrfp.integrations.splitting.weights import Weights
 
@@ -97,7 +97,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_hooks(model: nn.Module, *, only_backward: bool = False) -> None:
+def check_hooks_and_forward(model: nn.Module, *, only_backward: bool = False) -> None:
     """Raise a ConfigError for hooks of a module that is cut, or a forward that was put in place of its class's."""
     if not only_backward and "forward" in vars(model):
         raise ConfigError(

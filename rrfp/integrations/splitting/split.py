@@ -20,7 +20,7 @@ from rrfp.integrations.splitting.layered import (
     Layered,
     MeasuredLayers,
     Sample,
-    check_hooks,
+    check_hooks_and_forward,
     check_shared_buffers,
     evaluating,
 )
@@ -63,7 +63,7 @@ class LayeredSequential(Layered):
             if not isinstance(block, nn.Module):
                 raise ConfigError(f"model[{index}] is a {type(block).__name__}, must be an nn.Module")
         if isinstance(model, nn.Sequential):
-            check_hooks(model)
+            check_hooks_and_forward(model)
         self.model = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
         self.before, self.layers, self.after = (), tuple(self.model), ()
         self.is_tested = True

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rrfp.compute.without_values import NotesEmptyBuffers
 from rrfp.errors import ConfigError
-from rrfp.integrations.splitting.layered import Layered, Sample, check_hooks, evaluating
+from rrfp.integrations.splitting.layered import Layered, Sample, check_hooks_and_forward, evaluating
 
 #: Functions of numbers; torch does not hand them to the tracer where these are symbols.
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
@@ -358,11 +358,11 @@ def _checked(model: Any, at: Any) -> tuple[str, ...]:
         if name not in known or name in at[:index]:
             problem = "which is there twice" if name in known else f"which a {type(model).__name__} lacks"
             raise ConfigError(f"at[{index}] is {name!r}, {problem}: must be names of submodules, each once")
-    check_hooks(model)
+    check_hooks_and_forward(model)
     for name in at:
         parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
         for parent in parents:
-            check_hooks(model.get_submodule(parent), only_backward=True)
+            check_hooks_and_forward(model.get_submodule(parent), only_backward=True)
     return tuple(at)
 
 

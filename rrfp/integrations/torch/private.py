@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from rrfp.errors import PipelineAborted
-from rrfp.integrations.kept_buffers import restored_buffers
+from rrfp.integrations.buffers import restored_buffers
 
 #: Names a region for profilers. That of ``torch.profiler`` takes several microseconds also while none runs.
 record_function: Callable[[str], AbstractContextManager[Any]]
